@@ -58,7 +58,7 @@ def diff(
     ],
 ) -> None:
     """Print the keys whose values differ, with both values."""
-    left, right = (_flat(_open(name)) for name in (one, other))
+    left, right = (_values_of(name) for name in (one, other))
     changes = [
         f"{key}: {_side(left, key)} → {_side(right, key)}"
         for key in {**left, **right}
@@ -67,24 +67,26 @@ def diff(
     show_lines(changes or ["no key differs"])
 
 
-def _open(name: str) -> Config:
-    """Load a config file, or the one in a run directory."""
-    from llmtrain.config.load import load_config
-    from llmtrain.rundir.contents import CONFIG
+def _values_of(name: str) -> Mapping[str, Any]:
+    """Return every value by its dotted key, those of a model or a source one by one.
 
-    inside = Path(name) / CONFIG
-    return load_config(inside if inside.is_file() else name)
-
-
-def _flat(config: Config) -> Mapping[str, Any]:
-    """Return every value by its dotted key, those of a model or a source one by one."""
+    name: a config file, or a run directory; the length of a run is that which was trained
+    """
     import os
 
     from llmtrain.config import secrets
     from llmtrain.config.binding import bind
+    from llmtrain.config.load import load_config
+    from llmtrain.report.collect import collect, with_length
+    from llmtrain.rundir.contents import CONFIG, METRICS
 
-    values: Mapping[str, Any] = secrets.hidden(bind(config).values, secrets.hider(os.environ))
-    return values
+    run_dir = Path(name)
+    of_run = (run_dir / CONFIG).is_file()
+    values: Mapping[str, Any] = bind(load_config(run_dir / CONFIG if of_run else name)).values
+    if of_run and (run_dir / METRICS).is_file():
+        values = with_length(values, collect(run_dir).starts)
+    found: Mapping[str, Any] = secrets.hidden(values, secrets.hider(os.environ))
+    return found
 
 
 def _side(values: Mapping[str, Any], key: str) -> str:

@@ -19,7 +19,10 @@ def end_block(run: Tables, width: int = 160) -> Iterator[str]:
     if losses := column(run.evaluations, "loss"):
         best, lowest = min(losses, key=lambda point: point[1])
         first, last = fixed(losses[0][1]), fixed(losses[-1][1])
+        last = verdict.NOT_FINITE if verdict.ended_not_finite(run) else last
         yield f"held-out   {first} → {last}, best {fixed(lowest)} at step {count(best)}"
+    elif verdict.ended_not_finite(run):
+        yield f"held-out   {verdict.NOT_FINITE} in every evaluation"
     elif trained := run.numbers("loss"):
         yield f"loss       {fixed(trained[0][1])} → {fixed(trained[-1][1])}"
     if tokens := run.numbers("tokens"):

@@ -32,7 +32,10 @@ from llmtrain.errors import (
 from llmtrain.tools.launch.last_words import leave
 
 _RANK_0_SPEAKS_SECONDS = 2.0
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+_OF_A_PATH = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENXIO),
+)
 
 
 def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:

@@ -5,6 +5,7 @@ Only typer is imported here, as in `main.py`.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -198,6 +199,8 @@ def _lines(loaded: Callable[[], None]) -> Iterator[str]:
     loaded: called before the first line is read
     """
     loaded()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are not UTF-8 are refused by name
+        sys.stdin.reconfigure(errors="surrogateescape")
     for line in sys.stdin:
         if line.strip():
             yield line.rstrip("\r\n")

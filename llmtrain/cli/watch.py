@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmtrain.cli.escapes import clip, columns, show
 from llmtrain.errors import harmless
+from llmtrain.report import verdict
 from llmtrain.report.words import count, fixed, percent, plural, seconds, short
 from llmtrain.tools.watch import View, Watcher
 
@@ -86,7 +87,9 @@ def _bar(view: View, width: int) -> str:
 
 
 def _numbers(view: View) -> str:
-    parts = [f"loss {fixed(view.loss)}", f"held-out {fixed(view.heldout)}"]
+    lost = view.heldout is None and view.evaluated is not None
+    heldout = verdict.NOT_FINITE if lost else fixed(view.heldout)
+    parts = [f"loss {fixed(view.loss)}", f"held-out {heldout}"]
     if view.best is not None and view.best != view.heldout:
         parts.append(f"best {fixed(view.best)}")
     parts.append(f"{short(view.tokens_per_second)} tok/s")

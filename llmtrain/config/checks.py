@@ -27,6 +27,7 @@ from llmtrain.config.schema import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
+    RunConfig,
     Section,
     TrainingConfig,
 )
@@ -36,6 +37,7 @@ from llmtrain.types import Algorithm
 # A function that returns what is wrong with some sections; its parameters have their names.
 Rule = Callable[..., Iterable[Problem]]
 _LONGEST = ("max_position_embeddings", "n_positions")  # as the model types name it
+_PATH_BYTES, _NAME_BYTES, _SHOWN = 4095, 255, 40
 # Optimizers that do not work under all strategies. Muon needs whole matrices: FSDP2 gathers them,
 # ZeRO cuts them anywhere. 8-bit moments have a scale for each block of a whole parameter.
 _STRATEGIES: Mapping[Algorithm, tuple[str, ...]] = {
@@ -56,6 +58,20 @@ def apply(rules: Iterable[Rule], valid: Mapping[str, Section]) -> Iterator[Probl
         names = inspect.signature(rule).parameters.keys()
         if names <= valid.keys():
             yield from rule(**{name: valid[name] for name in names})
+
+
+def check_paths(
+    run: RunConfig, model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig
+) -> Iterator[Problem]:
+    """Check that no path is longer than Linux takes, as a whole or between two slashes."""
+    paths = {"run.dir": run.dir, "model.from": model.from_, "model.tokenizer": model.tokenizer}
+    for section, sources in (("data", data.sources), ("evaluation", evaluation.sources)):
+        paths |= {f"{section}.sources.{n}.path": one.path for n, one in enumerate(sources)}
+    for key, path in paths.items():
+        name = path.encode(errors="replace") if isinstance(path, str) else b""
+        if len(name) > _PATH_BYTES or max(map(len, name.split(b"/"))) > _NAME_BYTES:
+            expected = f"a path of at most {_PATH_BYTES:,} bytes, with {_NAME_BYTES} in each name"
+            yield Problem(key, f"{str(path)[:_SHOWN]}…", expected)
 
 
 def check_model(model: ModelConfig) -> Iterator[Problem]:
@@ -90,6 +106,9 @@ def check_adapter(
     kind, strategy = adapter.kind, distributed.strategy
     if kind == "none":
         return
+    if not adapter.targets:
+        expected = "auto, or at least one pattern: without one nothing would be trained"
+        yield Problem("adapter.targets", "[]", expected, "adapter.targets=auto")
     if model.from_ is None:
         expected = "none without model.from: adapters are trained beside weights that exist"
         yield Problem("adapter.kind", kind, expected, "model.from=DIR, or a model of the Hub")
@@ -284,6 +303,7 @@ def _nearest(value: int, unit: int) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    check_paths,
     check_model,
     check_adapter,
     check_length,

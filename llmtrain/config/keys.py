@@ -108,7 +108,10 @@ def _takes(field: Schema, definitions: Schema) -> str:
         case {"properties": inner, "required": names}:
             parts = (f"{name}: {_takes(inner[name], definitions)}" for name in names)
             return f"{{{', '.join(parts)}}}"
-    limits = [f"{sign} {field[name]}" for name, sign in _SIGNS.items() if name in field]
+    hidden = "maximum" if field.get("generous") else None
+    limits = [
+        f"{sign} {field[name]}" for name, sign in _SIGNS.items() if name in field and name != hidden
+    ]
     return " ".join([_WORDS[field["type"]], " and ".join(limits)]).rstrip()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.checks import Rule
@@ -191,10 +192,10 @@ def _validate(
         config = Config.model_validate(tree, by_alias=True, by_name=False)
         return config, list(checks.apply(every, dict(config)))
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        errors = error.errors(include_url=False, include_input=False)
         broken = {item["loc"][0] for item in errors}
         broken |= {near_section(str(name)) for name in broken - Config.model_fields.keys()}
-        found = _schema_problems(tree, [(item["type"], item["loc"]) for item in errors], source)
+        found = _schema_problems(tree, [_kind_place_limit(item) for item in errors], source)
     valid = {
         name: cast("type[Section]", field.annotation).model_validate(
             tree.get(name, {}), by_alias=True, by_name=False
@@ -205,18 +206,29 @@ def _validate(
     return None, [*found, *checks.apply(every, valid)]
 
 
+def _kind_place_limit(error: ErrorDetails) -> tuple[str, yaml12.Path, str]:
+    """Return the kind of an error, where it is, and a limit in words that only it can tell."""
+    most = error["ctx"]["le"] if error["type"] == "less_than_equal" else None
+    return error["type"], error["loc"], "" if most is None else f"at most {most:,.15g}"
+
+
 def _schema_problems(
     tree: Tree,
-    errors: Sequence[tuple[str, tuple[str | int, ...]]],
+    errors: Sequence[tuple[str, yaml12.Path, str]],
     source: Mapping[yaml12.Path, str],
 ) -> Iterator[Problem]:
-    """Yield one problem for each key, however many branches of a union refused its value."""
+    """Yield one problem for each key, however many branches of a union refused its value.
+
+    errors: kind, place and limit of each, as `_kind_place_limit` returns them
+    """
     keys = {key.name: key for key in all_keys()}
     misspelt = {near_section(name) for name in tree.keys() - Config.model_fields.keys()}
     # A section that is present under a misspelt name is not missing.
     seen: set[yaml12.Path] = {(name,) for name in misspelt - tree.keys()}
-    for kind, location in errors:
-        path = _known_part(location, keys.keys() | sections())
+    named = keys.keys() | sections()
+    limits = {_known_part(location, named): limit for _, location, limit in errors if limit}
+    for kind, location, _ in errors:
+        path = _known_part(location, named)
         is_unknown = kind == "extra_forbidden" and path == location[:-1]
         path = location if is_unknown else path
         name, value = yaml12.dotted_name(path), _at(tree, path)
@@ -225,6 +237,7 @@ def _schema_problems(
         seen.add(path)
         key = keys.get(general_name(name))
         takes = key.takes if key else "a mapping of keys"
+        takes = takes if "≤" in takes else limits.get(path, takes)
         if is_unknown:
             yield _unknown(name, value)
         elif kind == "missing":

@@ -15,11 +15,25 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from llmtrain.types import Algorithm
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+
+def _at_most(most: float, **limits: float) -> Any:
+    """Return the limits of a number. Its upper one is far above any use, so words leave it out."""
+    return Field(le=most, json_schema_extra={"generous": True}, **limits)
+
+
+# Larger numbers are slips: they would overflow in a library, or never end.
+_COUNTS, _FP32 = 10**12, 3e38
+Positive = Annotated[int, _at_most(_COUNTS, ge=1)]
+Count = Annotated[int, _at_most(_COUNTS, ge=0)]
+Blocks = Annotated[int, _at_most(2**31 - 1, ge=1)]
+Processes = Annotated[int, _at_most(1024, ge=0)]
+Epochs = Annotated[float, _at_most(1e6, gt=0)]
+Gigabytes = Annotated[float, _at_most(2**20, gt=0)]
+Minutes = Annotated[float, _at_most(5_256_000, gt=0)]  # ten years
+Factor = Annotated[float, _at_most(_FP32, ge=0)]
+PositiveFactor = Annotated[float, _at_most(_FP32, gt=0)]
 Auto = Literal["auto"]
 Origin = Literal["file", "command line"]
-AboveZero = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
@@ -51,7 +65,7 @@ class RunConfig(Section):
 class TrainTokenizer(Section):
     """A tokenizer that the run trains itself."""
 
-    train: Annotated[int, Field(ge=257)]
+    train: Annotated[int, _at_most(2**20, ge=257)]
     """Entries of a byte-level BPE trained on the run's own training documents."""
 
 
@@ -76,7 +90,7 @@ class ModelConfig(Section):
     """
     freeze: Texts = ()
     """Patterns (with * and ?) of parameter names that are not trained."""
-    pad_vocab_to: Annotated[Positive | None, EXPERT] = None
+    pad_vocab_to: Annotated[Blocks | None, EXPERT] = None
     """Fewest rows of the embeddings where the tokenizer decides their number: in a new model, and
     when its tokens need more rows than the weights have; null = as many as it has entries.
     """
@@ -106,9 +120,9 @@ class SourceConfig(DocumentsConfig):
 
     id_column: Text = "id"
     """Column whose hash decides what is held out; absent = the text is hashed."""
-    weight: AboveZero = 1.0
+    weight: Annotated[float, _at_most(1e9, gt=0)] = 1.0
     """Share of the blocks, relative to the other sources."""
-    max_epochs: Positive | None = None
+    max_epochs: Annotated[int, _at_most(10**6, ge=1)] | None = None
     """Passes over the source; then only the others continue; null = any."""
 
 
@@ -120,7 +134,7 @@ class DataConfig(Section):
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)]
     """Where the documents come from."""
-    seq_len: Annotated[int, Field(ge=2)] = 1024
+    seq_len: Annotated[int, _at_most(2**27, ge=2)] = 1024
     """Trained positions of a block."""
     packing: Literal["auto", PackingName] = "auto"
     """concat: one stream of documents, cut; bestfit: a document that fits a block is never cut.
@@ -128,13 +142,13 @@ class DataConfig(Section):
     """
     document_mask: bool | Auto = "auto"
     """Whether documents of a block are hidden from each other; auto = with bestfit."""
-    lanes: Positive | Auto = "auto"
+    lanes: Annotated[int, _at_most(2**16, ge=1)] | Auto = "auto"
     """Independent readers that the blocks are dealt from; frozen in the run."""
     heldout: Share = 0.005
     """Share of the documents that are never trained on."""
-    workers: Count | Auto = "auto"
+    workers: Processes | Auto = "auto"
     """Processes that read ahead for each rank; 0 = in the rank itself."""
-    cache_gb: Annotated[float, Field(ge=0)] = 0.0
+    cache_gb: Annotated[float, _at_most(2**20, ge=0)] = 0.0
     """Disk in GiB for bytes read from the Hub, kept between runs; 0 = none."""
     on_bad_unit: Literal["error", "skip"] = "error"
     """What to do when a file part cannot be read; skips are recorded."""
@@ -172,11 +186,11 @@ class TrainingConfig(Section):
 
     steps: Positive | None = None
     """Optimizer updates of the whole run; exactly one of steps and epochs."""
-    epochs: AboveZero | None = None
+    epochs: Epochs | None = None
     """Passes over the training documents; becomes a number of steps once."""
-    global_batch_size: Positive = 256
+    global_batch_size: Blocks = 256
     """Blocks in a step, whatever the number of devices."""
-    micro_batch_size: Positive | Auto = "auto"
+    micro_batch_size: Blocks | Auto = "auto"
     """Blocks in one forward on one device."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of forward and backward; weights and moments are fp32. auto = bf16 where a GPU has
@@ -186,7 +200,7 @@ class TrainingConfig(Section):
     """What torch compiles: nothing, each block, or the whole decoder; auto = blocks on CUDA from
     2,000 steps on, else off. Frozen while the type of device stays.
     """
-    max_grad_norm: AboveZero | None = 1.0
+    max_grad_norm: PositiveFactor | None = 1.0
     """Gradients are scaled down to this norm; null = never."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """What to do when a loss or norm is not finite."""
@@ -194,7 +208,7 @@ class TrainingConfig(Section):
     """How head and loss are computed: in chunks of rows, from all logits, or by torch; auto =
     chunked where the model's head is plain.
     """
-    z_loss: Annotated[float, Field(ge=0), EXPERT] = 0.0
+    z_loss: Annotated[Factor, EXPERT] = 0.0
     """Factor of logsumexp² of the logits, which keeps them small; not in the logged loss."""
     max_skipped_in_a_row: Annotated[Positive, EXPERT] = 5
     """This many skipped updates in a row end the run."""
@@ -211,9 +225,9 @@ class GroupConfig(Section):
     """Pattern (with * and ?) of parameter names; a parameter belongs to the first entry that
     matches.
     """
-    learning_rate: AboveZero | None = None
+    learning_rate: PositiveFactor | None = None
     """Peak learning rate; null = that of all others."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: Factor | None = None
     """Decay, also of what is not decayed otherwise; null = as for all others."""
 
 
@@ -225,15 +239,15 @@ class OptimizerConfig(Section):
     between embedding and head, with AdamW for the rest (not under ZeRO; under FSDP2 losses depend
     on the number of processes).
     """
-    learning_rate: AboveZero = 3e-4
+    learning_rate: PositiveFactor = 3e-4
     """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Factor = 0.1
     """Decoupled decay of weight matrices; none on embeddings, norms and biases."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_steps: AboveZero = 100
+    warmup_steps: Annotated[float, _at_most(_COUNTS, gt=0)] = 100
     """Steps of linear warm-up; a fraction below 1 is a share of the steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Last learning rate as a share of the peak."""
@@ -248,9 +262,9 @@ class AdapterConfig(Section):
     """What is trained instead of the weights themselves; qlora = lora on a base that is held in
     four bits, on CUDA.
     """
-    r: Positive = 16
+    r: Annotated[int, _at_most(2**16, ge=1)] = 16
     """Rank of the matrices."""
-    alpha: Positive = 32
+    alpha: Annotated[int, _at_most(2**20, ge=1)] = 32
     """What they add is multiplied by alpha / r (rslora: by alpha / √r)."""
     dropout: Share = 0.0
     """Share of their inputs that is dropped in training."""
@@ -266,7 +280,7 @@ class AdapterConfig(Section):
 class DdpConfig(Section):
     """Settings of DDP."""
 
-    bucket_cap_mb: Positive | Auto = "auto"
+    bucket_cap_mb: Annotated[int, _at_most(2**20, ge=1)] | Auto = "auto"
     """MiB of gradients reduced at once under DDP; auto = 25, and on GPUs 100 from 1 GB of
     gradients.
     """
@@ -281,7 +295,7 @@ class DistributedConfig(Section):
         "auto", "ddp", "fsdp2", "fsdp2_offload", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"
     ] = "auto"
     """How the model is spread out; auto = as launched, or by the memory plan."""
-    device_memory_gb: AboveZero | Auto = "auto"
+    device_memory_gb: Gigabytes | Auto = "auto"
     """Memory of a device in GiB for the plan; auto = that of the device."""
     ddp: DdpConfig = Field(default_factory=DdpConfig)
     wrap_class: Annotated[Text | Auto, EXPERT] = "auto"
@@ -290,7 +304,7 @@ class DistributedConfig(Section):
     """Micro-batches whose gradients FSDP2 reduces: each, or the last alone, which is faster and
     keeps whole gradients; auto = last where the plan has room.
     """
-    timeout_minutes: AboveZero = 20.0
+    timeout_minutes: Minutes = 20.0
     """After this long without an answer from a peer, a rank gives up."""
 
 
@@ -299,11 +313,11 @@ class CheckpointConfig(Section):
 
     every_steps: Positive = 500
     """Steps between checkpoints."""
-    keep_last: Annotated[int, Field(ge=2)] = 3
+    keep_last: Annotated[int, _at_most(10**6, ge=2)] = 3
     """Newest checkpoints to keep."""
     keep_every: Count = 0
     """Checkpoints at multiples of this many steps are kept permanently; 0 = none."""
-    keep_best: Count = 1
+    keep_best: Annotated[int, _at_most(10**6, ge=0)] = 1
     """Checkpoints of lowest held-out loss to keep; each evaluation that is the best so far is
     saved. 0 = none.
     """
@@ -319,7 +333,7 @@ class CheckpointConfig(Section):
     """
     accept_changes: Texts = ()
     """Keys, or sections, whose new values a resume takes although they change the run."""
-    every_minutes: Annotated[AboveZero | None, EXPERT] = None
+    every_minutes: Annotated[Minutes | None, EXPERT] = None
     """Minutes between checkpoints, besides those by steps; null = never."""
     verify: Annotated[Literal["full", "sizes"], EXPERT] = "full"
     """What is compared before a checkpoint is read: the digest of every byte, or, of weights and
@@ -329,7 +343,7 @@ class CheckpointConfig(Section):
     """Which ranks write; auto = rank 0 under DDP, and on NFS with several nodes."""
     supersede: Annotated[bool, EXPERT] = False
     """Whether checkpoints newer than the one that `resume` names are renamed."""
-    shard_gb: Annotated[AboveZero, EXPERT] = 4.0
+    shard_gb: Annotated[Gigabytes, EXPERT] = 4.0
     """Largest weight or optimizer file in GiB."""
 
 

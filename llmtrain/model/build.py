@@ -26,6 +26,7 @@ from llmtrain.model.base import KEY, Base
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens
 from llmtrain.model.trainable.freeze import freeze
+from llmtrain.model.untrusted import quantized
 from llmtrain.model.vocabulary import grow, rows_for, set_rows
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def build(config: Any, asked: ModelConfig, base: Base | None) -> PreTrainedModel
     if base is None:
         return rebuild(config, asked)
     model = _load(config, base)
+    _refuse_not_finite(model, base)
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
 
@@ -85,6 +87,20 @@ def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     model.train()
     model.config.architectures = [type(model).__name__]
     return model
+
+
+def _refuse_not_finite(model: PreTrainedModel, base: Base) -> None:
+    """Raise UserError for weights with a value that is not finite, as of a run that diverged."""
+    with torch.no_grad():
+        # A sum is one pass without a copy; it is not finite if a value is not, or if it overflows.
+        wrong = [
+            name
+            for name, one in model.named_parameters()
+            if not one.sum().isfinite() and not one.isfinite().all()
+        ]
+    if wrong:
+        expected = f"finite weights; {len(wrong)} tensors have NaN or inf ({', '.join(wrong[:3])})"
+        raise UserError(Problem(KEY, base, expected, "another checkpoint of that model"))
 
 
 def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
@@ -154,7 +170,7 @@ def _read(config: Any, base: Base) -> PreTrainedModel:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below, with their names
         )
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, ImportError, *CANNOT_BUILD) as error:
         expected = f"a model directory with whole safetensors: {first_line(error)}"
         raise UserError(Problem(KEY, base, expected)) from error
     wrong = {
@@ -186,6 +202,8 @@ def weights_config(base: Base) -> Any:
     except _refusals() as error:
         raise UserError(_refused_weights(error, base.path)) from error
     _causal(config.model_type, KEY)
+    if (asked := getattr(config, "quantization_config", None)) is not None:
+        raise UserError(quantized(base.path, asked))
     return _without_code(config)
 
 

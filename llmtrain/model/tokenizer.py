@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.model.shape import CANNOT_BUILD
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +129,16 @@ def load(path: str, revision: str | None) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             path, revision=revision or "main", trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
+    except (OSError, ImportError, *CANNOT_BUILD) as error:
         expected = f"a tokenizer directory or a Hub id: {first_line(error)}"
         raise UserError(Problem("model.tokenizer", path, expected)) from error
     except StrictDataclassError as error:  # of a model's config.json beside the tokenizer
         expected = f"a config.json that transformers accepts: {' '.join(str(error).split())}"
         raise UserError(Problem("model.tokenizer", path, expected)) from error
+    if not isinstance(template := found.chat_template, str | dict | None):
+        expected = f"a tokenizer whose chat_template is a string; it is {json.dumps(template)}"
+        raise UserError(Problem("model.tokenizer", path, expected))
+    return found

@@ -3,6 +3,7 @@
     config.json                      JSON of a moderate size, with sizes above 0
     model.safetensors.index.json     names files of this directory, each weight once
     *.safetensors                    regular files of this directory, with supported dtypes
+    generation_config.json, tokenizer_config.json …   JSON objects, if they are there
     adapter_config.json              must not exist: transformers would load the adapter's base
 
 Weights are read from safetensors only, because a pickled file can run any code when it is opened.
@@ -26,6 +27,8 @@ from llmtrain.types import DTYPES
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+_GENERATION = "generation_config.json"
+_OBJECTS = {_GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 _KEY = "model.from"
 _MAX_FILES = 10_000
 _MAX_JSON_BYTES = 64 << 20
@@ -103,6 +106,7 @@ def _problems(place: Path) -> Iterator[Problem]:
     if kind := other_kind(str(place), names):
         yield kind
         return
+    yield from _object_problems(place, names)
     shards, wrong = _shards(place, names)
     yield from wrong
     for name in sorted({"config.json"} & names | shards):
@@ -112,6 +116,24 @@ def _problems(place: Path) -> Iterator[Problem]:
             yield from _config_problems(place)
         else:
             yield from _dtype_problems(place, name)
+
+
+def _object_problems(place: Path, names: set[str]) -> Iterator[Problem]:
+    """Yield a problem for each small file of settings that is not what transformers expects."""
+    for name in sorted(_OBJECTS & names):
+        try:
+            found = read_json(place / name)
+        except (ValueError, RecursionError) as error:
+            yield Problem(_KEY, place, f"a {name} that can be read ({error})")
+            continue
+        ends = found.get("eos_token_id")
+        if name == _GENERATION and not all(type(one) is int for one in _listed(ends)):
+            said = f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)} in {name}"
+            yield Problem(_KEY, place, said)
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
@@ -142,6 +164,19 @@ def _config_problems(place: Path) -> Iterator[Problem]:
         yield Problem(_KEY, place, f"a config.json that can be read ({error})")
         return
     yield from field_problems(config, f"{place / 'config.json'}: ")
+    if (asked := config.get("quantization_config")) is not None:
+        yield quantized(str(place), asked)
+
+
+def quantized(path: str, asked: object) -> Problem:
+    """Return the problem of weights whose config asks for a quantization.
+
+    path: the directory or Hub id, for the message
+    """
+    kind = asked.get("quant_method") if isinstance(asked, dict) else asked
+    expected = f"plain weights; the quantization_config of its config.json asks for {kind}"
+    remedy = "the unquantised weights of that model; if these are, take that key out of config.json"
+    return Problem(_KEY, path, expected, remedy)
 
 
 def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:

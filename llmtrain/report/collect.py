@@ -18,7 +18,7 @@ from typing import Any
 from llmtrain.config import yaml12
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.goodput import Stretch, stretches
+from llmtrain.rundir.goodput import Stretch, stretches, without_idle_starts
 
 Line = Mapping[str, Any]
 
@@ -31,7 +31,8 @@ _MOST = 1e100
 class Tables:
     """The content of a run's files. Lines are those of `metrics.jsonl`, in the order of steps.
 
-    events and starts are those of all starts; the rest is the final history.
+    events are those of all starts, starts are those that have added something; the rest is the
+    final history.
 
     steps: number of steps of the whole run; None if it is not known
     evaluations: those of all held-out documents, without those of single sources
@@ -40,7 +41,8 @@ class Tables:
     redone: ranges of steps that were done again after a start went back
     stretches: where the time went
     unread: number of whole lines of the record that could not be read
-    settings: values of the config by dotted key; {} if it cannot be read
+    settings: values of the config by dotted key, with the length that the run has now, which a
+        later start may have changed; {} if it cannot be read
     auto: what was decided automatically, by key
     profile: operators of the profiled steps, as `metrics/profile.py` writes them; {} without
     """
@@ -106,7 +108,7 @@ def collect(run_dir: Path) -> Tables:
         raise UserError(Problem("RUN", run_dir, expected, remedy))
     (lines, unread), text = record.record_and_unread(run_dir), run_dir / contents.CONFIG
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
-    history, starts = final_history(lines), _of("start", lines)
+    history, starts = final_history(lines), _of("start", without_idle_starts(lines))
     return Tables(
         name=run_dir.resolve().name,
         status=status.read_status(run_dir),
@@ -125,7 +127,7 @@ def collect(run_dir: Path) -> Tables:
         redone=_redone(lines),
         stretches=tuple(stretches(lines)),
         unread=unread,
-        settings=_settings(config),
+        settings=with_length(_settings(config), starts),
         auto=_json(run_dir / contents.AUTO),
         profile=_json(run_dir / contents.PROFILE / contents.OPERATORS),
     )
@@ -185,6 +187,21 @@ def _settings(text: str) -> dict[str, object]:
         if isinstance(keys, dict)
         for key, value in keys.items()
     }
+
+
+def with_length(settings: Mapping[str, object], starts: Sequence[Line]) -> dict[str, object]:
+    """Return the values of a config with the length that the last start gave the run.
+
+    The config of a run is the one that began it; only its length changes afterwards.
+    """
+    last = starts[-1] if starts else {}
+    before = settings.get("training.epochs")
+    epochs = last.get("epochs", before)  # an older version does not record it
+    steps = last.get("steps") if epochs is None else None
+    if epochs is not None or steps is not None:
+        length = {"training.steps": steps, "training.epochs": epochs}
+        return {**settings, **{key: one for key, one in length.items() if settings.get(key) != one}}
+    return dict(settings)
 
 
 def _json(path: Path) -> dict[str, Any]:

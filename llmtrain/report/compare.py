@@ -135,6 +135,9 @@ def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
         found.append("The data differs, so that the held-out documents may be others, too.")
     if _by_tokens(runs):
         found.append("The batches differ, so that the curves are drawn over tokens, not steps.")
+    for name, run in zip(_names(runs), runs, strict=True):
+        if verdict.ended_not_finite(run):
+            found.append(f"The last held-out loss of {name} is {verdict.NOT_FINITE}.")
     if len(runs) > _DRAWN:
         found.append(f"Curves are drawn for up to {_DRAWN} runs.")
     if len(
@@ -152,7 +155,7 @@ def _row(name: str, run: Tables, measure: str) -> Row:
         name=name,
         state=str(run.status.get("state", "unknown")),
         steps=verdict.last_step(run),
-        last=values[-1] if values else None,
+        last=values[-1] if values and not verdict.ended_not_finite(run) else None,
         best=min(values, default=None),
         trained=trained[-1] if trained else None,
         tokens=tokens[-1] if tokens else None,

@@ -16,12 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llmtrain import durable
-from llmtrain.errors import Problem, UserError
 from llmtrain.report import verdict, words
 from llmtrain.report.collect import Curve, Line, Tables, collect, column, thin
 from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
+from llmtrain.rundir.contents import write_output
 from llmtrain.rundir.events import in_words
 
 _ROWS = 60
@@ -54,11 +53,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def write(page: str, path: Path) -> Path:
     """Write a page, or raise UserError that names the file."""
-    try:
-        durable.write(path, page.encode(errors="replace"), sync=False)
-    except OSError as error:
-        expected = f"a file that can be written ({error.strerror})"
-        raise UserError(Problem("report", path, expected, "another --out FILE")) from error
+    write_output("--out", path, page.encode(errors="replace"))
     return path
 
 

@@ -50,7 +50,10 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint of the lowest held-out loss, else the newest; None without any."""
+        """The checkpoint of the lowest held-out loss, else the newest that was not evaluated.
+
+        None without any, as when no held-out loss is finite.
+        """
         found = verdict.best_checkpoint(self._tables())
         return self.directory / contents.CHECKPOINTS / str(found["name"]) if found else None
 
@@ -81,7 +84,8 @@ class Run:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if (place := self.best) is None:
-            raise UserError(Problem("RUN", self.directory, "a run with a checkpoint"))
+            expected = "a run with a checkpoint whose held-out loss, if it has one, is finite"
+            raise UserError(Problem("RUN", self.directory, expected))
         files = self.directory / contents.TOKENIZER
         tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False)
         if (place / "adapter_config.json").is_file():

@@ -16,6 +16,7 @@ from llmtrain.report.svg import shares
 from llmtrain.report.words import clip, count, fixed, number, percent, plural, seconds, short
 
 GOOD, LOOK, BAD = "✓", "!", "✗"
+NOT_FINITE = "not finite"
 _WAITS = 0.05  # the share of the step time from which waiting for data is worth a remark
 _LEVEL = 0.003  # a last change of less than this share is none
 _RISING = 1.01
@@ -37,19 +38,25 @@ def sentence(tables: Tables) -> str:
 
 def figures(tables: Tables) -> list[tuple[str, str, str]]:
     """Return the four key figures: a name, a value and a remark each."""
+    lost, name = ended_not_finite(tables), "held-out loss"
     losses = column(tables.evaluations, "loss")
+    bits, perplexity = (
+        [] if lost else column(tables.evaluations, measure)
+        for measure in ("bits_per_byte", "perplexity")
+    )
     found = []
     if losses:
         best = min(value for _, value in losses)
-        remark = "the best" if losses[-1][1] <= best else f"best {fixed(best)}"
-        found.append(
-            ("held-out loss", fixed(losses[-1][1]), f"{remark}, from {fixed(losses[0][1])}")
-        )
+        last = NOT_FINITE if lost else fixed(losses[-1][1])
+        remark = "the best" if losses[-1][1] <= best and not lost else f"best {fixed(best)}"
+        found.append((name, last, f"{remark}, from {fixed(losses[0][1])}"))
+    elif lost:
+        found.append((name, NOT_FINITE, "in every evaluation"))
     elif trained := tables.numbers("loss"):
         found.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
-    if bits := column(tables.evaluations, "bits_per_byte"):
+    if bits:
         found.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
-    elif perplexity := column(tables.evaluations, "perplexity"):
+    elif perplexity:
         found.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
     if tokens := tables.numbers("tokens"):
         found.append(("tokens", short(tokens[-1][1]), f"{short(_speed(tables))} a second"))
@@ -57,6 +64,12 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
     remark = "" if share is None else f"goodput {percent(share)}"
     found.append(("time", seconds(tables.wall_seconds), remark))
     return found
+
+
+def ended_not_finite(tables: Tables) -> bool:
+    """Whether the loss of the last evaluation is no finite number, which the record has as null."""
+    last = tables.evaluations[-1:]
+    return bool(column(last, "tokens")) and not column(last, "loss")
 
 
 def goodput(tables: Tables) -> float | None:
@@ -90,11 +103,16 @@ def last_step(tables: Tables) -> int:
 
 
 def best_checkpoint(tables: Tables) -> Line | None:
-    """Return the checkpoint in the run directory whose step has the least held-out loss."""
+    """Return the checkpoint in the run directory whose step has the least held-out loss.
+
+    Without any, that is the newest that was not evaluated: one whose loss is not finite is no best.
+    """
     losses = dict(column(tables.evaluations, "loss"))
     kept = [one for one in tables.checkpoints if one["kept"]]
     scored = [one for one in kept if one["step"] in losses]
-    return min(scored, key=lambda one: losses[one["step"]], default=kept[-1] if kept else None)
+    evaluated = {one["step"] for one in tables.evaluations}
+    rest = [one for one in kept if one["step"] not in evaluated]
+    return min(scored, key=lambda one: losses[one["step"]], default=rest[-1] if rest else None)
 
 
 def _state(tables: Tables) -> str:
@@ -115,6 +133,9 @@ def _state(tables: Tables) -> str:
 
 def _learned(tables: Tables) -> str:
     losses = [value for _, value in column(tables.evaluations, "loss")]
+    if ended_not_finite(tables):
+        said = f"The held-out loss of step {count(tables.evaluations[-1]['step'])} is {NOT_FINITE}"
+        return f"{said}; its best was {fixed(min(losses))}." if losses else f"{said}."
     name = "Held-out loss"
     if len(losses) < 2:
         losses = [value for _, value in tables.numbers("loss")]
@@ -176,6 +197,9 @@ def _steps(tables: Tables) -> Check:
 
 def _heldout(tables: Tables) -> Check:
     name, losses = "held-out loss", [value for _, value in column(tables.evaluations, "loss")]
+    if ended_not_finite(tables):
+        step = count(tables.evaluations[-1]["step"])
+        return Check(BAD, name, f"{NOT_FINITE} at step {step}, the last evaluation")
     if not losses:
         return Check(LOOK, name, "nothing was evaluated")
     last, said = losses[-1], [fixed(losses[-1])]

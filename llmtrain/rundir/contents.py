@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from llmtrain import durable
-from llmtrain.errors import Problem, needed_on_disk, raise_any
+from llmtrain.errors import Problem, UserError, needed_on_disk, raise_any
 
 CONFIG = "config.yaml"
 AUTO = "auto.json"
@@ -127,3 +127,22 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     with needed_on_disk(path):
         durable.write(path, data)
+
+
+def write_output(key: str, path: Path, data: bytes) -> bool:
+    """Write a file that a person names for output; return whether it replaced another one.
+
+    A device, a pipe, a link or a directory is never replaced. Raises UserError, which names the
+    option `key`, for such a path and for one that cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = "a link" if path.is_symlink() else _what(path)
+        if found not in (_FILE, None):
+            expected = f"{_FILE}, or a name that does not exist yet; it is {found}"
+            raise UserError(Problem(key, path, expected, f"another {key}"))
+        durable.write(path, data, sync=False)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(Problem(key, path, f"a file that can be written ({why})")) from error
+    return found is not None

@@ -35,6 +35,7 @@ WORDS = {
     "rng_reseeded": "Random numbers were seeded again for another number of processes",
     "save_failed": "A checkpoint could not be saved",
     "saving_in_line": "Checkpoints are saved while the training waits",
+    "start_refused": "A start was refused, which changed nothing",
     "status_not_written": "status.json could not be written",
     "tracker_failed": "A tracker failed",
     "tracker_recovered": "A tracker works again",

@@ -35,6 +35,7 @@ FIELDS = {
         "resumed_from": "name of the checkpoint; null at a beginning",
         "weights": "share of each source in the order of the data",
         "steps": "length of the run",
+        "epochs": "`training.epochs` of this start; null if it gave steps",
         "versions": "of Python, llmtrain and the libraries",
         "plan": "the memory plan: layout, parts, reason",
         "host": "name of rank 0's machine",

@@ -84,8 +84,11 @@ def stretches(
     until: Unix seconds at which the last stretch ends, if that is later than the last line
     most: of a longer record, neighbours are joined, so that there are about this many stretches
 
-    Lines of older versions may lack fields; their seconds are then "other".
+    Lines of older versions may lack fields; their seconds are then "other". A start that added
+    nothing, as `without_idle_starts` defines it, has no time.
     """
+    every, lines = lines, without_idle_starts(lines)
+    until = until if lines and lines[-1] is every[-1] else 0.0
     redone = _redone(lines)
     size = max(1, -(-sum(line["kind"] == "train" for line in lines) // most))
     found: list[Stretch] = []
@@ -99,6 +102,24 @@ def stretches(
         found += _of_start(own, redone[first:after], now, last, size)
         now = found[-1].end if found else now
     return found
+
+
+def without_idle_starts(lines: Sequence[_Line]) -> list[_Line]:
+    """Return the lines without those of starts that have added nothing to a run.
+
+    They are a start that found the run finished and has no `train` line, and one that was refused.
+    What is written between an `end` line and the next `start` line belongs to neither.
+    """
+    kept: list[_Line] = []
+    finished = False
+    for first, after in _starts(lines):
+        own = [line for line in lines[first:after] if line.get("event") != record.REFUSED]
+        if finished and not any(line["kind"] == "train" for line in own):
+            continue
+        ends = [place for place, line in enumerate(own) if line["kind"] == "end"]
+        kept += own[: ends[0] + 1] if ends else own
+        finished = bool(ends) and own[ends[0]].get("state") == "finished"
+    return kept
 
 
 def _starts(lines: Sequence[_Line]) -> Iterable[tuple[int, int]]:

@@ -269,6 +269,8 @@ def _open(path: Path) -> int:
 @contextmanager
 def writable(run_dir: Path) -> Iterator[None]:
     """Turn an OSError in the block into UserError, or into RunError (74) if the disk fails."""
+    if "\0" in str(run_dir):
+        raise UserError(Problem("run.dir", run_dir, "a path without NUL"))
     try:
         yield
     except OSError as error:

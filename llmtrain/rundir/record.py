@@ -27,6 +27,8 @@ from llmtrain.rundir.contents import METRICS
 
 _log = logging.getLogger(__name__)
 
+REFUSED = "start_refused"  # the event of a start that has added nothing to the run
+
 _NAMED_LINES = 5  # that are left out; further ones are only counted
 
 
@@ -64,6 +66,10 @@ class Lines:
             except OSError as error:
                 if not waiting:
                     _log.warning("%s takes no lines: %s; they are kept", self._path, error.strerror)
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Record that a start was refused in a run that has begun: it changes nothing else."""
+        self.write("event", step, event=REFUSED, detail={"reason": " ".join(reason.split())})
 
     def sync(self) -> None:
         """Write all lines so far to the disk and wait for it. Raises RunError (74)."""

@@ -79,6 +79,18 @@ def write_status(
     return _replace(run_dir, _EMPTY | (read_status(run_dir) or dict(before or {})) | fields)
 
 
+def kept_status(run_dir: Path) -> bytes | None:
+    """Return the file of a run that finished or was stopped, which a refused start puts back."""
+    if read_status(run_dir).get("state") not in ("finished", "stopped"):
+        return None
+    return (run_dir / STATUS).read_bytes()
+
+
+def put_back_status(run_dir: Path, kept: bytes) -> None:
+    """Replace the file by what `kept_status` returned. Raises RunError (74)."""
+    write_atomically(run_dir / STATUS, kept)
+
+
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the fields of a run directory's status; an empty dict if no file can be read.
 

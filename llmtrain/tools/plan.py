@@ -27,7 +27,7 @@ from llmtrain.distributed.plan.memory import (
 from llmtrain.distributed.plan.remedies import missing
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
-from llmtrain.errors import Problem, UserError, gib, raise_any
+from llmtrain.errors import Problem, gib, raise_any
 from llmtrain.model.count import CannotCountError
 from llmtrain.model.trainable import quantized
 from llmtrain.tools.plan_file import launch_values, write_launch_file
@@ -334,8 +334,4 @@ def launch_file(found: Plan, path: Path) -> bool:
     """
     assert found.chosen is not None
     values = launch_values(found.chosen.layout.strategy, found.hardware, found.work.precision)
-    try:
-        return write_launch_file(path, values)
-    except OSError as error:
-        expected = f"a file that can be written ({error.strerror})"
-        raise UserError(Problem("--write", str(path), expected)) from error
+    return write_launch_file(path, values)

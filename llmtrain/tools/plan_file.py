@@ -13,6 +13,7 @@ from llmtrain.config.yaml12 import write
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.keys import STRATEGIES
 from llmtrain.distributed.plan.memory import Hardware
+from llmtrain.rundir.contents import write_output
 
 _ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_configs/
 
@@ -59,13 +60,10 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str
 
 
 def write_launch_file(path: Path, values: dict[str, Any]) -> bool:
-    """Write the file; return whether it replaced another one."""
-    replaced = path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the file; return whether it replaced another one. Raises UserError if it cannot be."""
     several = values["num_machines"] > 1
     head = (_SEVERAL if several else _ONE).format(path=path)
-    path.write_text(head + write(values), encoding="utf-8")
-    return replaced
+    return write_output("--write", path, (head + write(values)).encode())
 
 
 _ONE = """\

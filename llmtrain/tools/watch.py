@@ -32,6 +32,8 @@ class View:
 
     state: finished, stopped, failed, running; `killed` if its process is gone without a word, and
         `silent` if that is not known but no line has come for a minute
+    heldout: loss of the last evaluation; None before it, and if it is not finite
+    evaluated: step of the last evaluation
     silence: what to know about a run that does not write; "" otherwise
     wait: share of the step time that was spent waiting for data
     left: estimated seconds to the last step
@@ -48,6 +50,7 @@ class View:
     device: str | None
     loss: float | None
     heldout: float | None
+    evaluated: int | None
     best: float | None
     tokens_per_second: float | None
     wait: float | None
@@ -96,6 +99,7 @@ class Watcher:
             device=_text(self._start.get("device")),
             loss=_number(train.get("loss")),
             heldout=self._heldout,
+            evaluated=self._evaluated,
             best=self._best,
             tokens_per_second=self._speed,
             wait=self._waited / self._spent if self._spent else None,
@@ -110,6 +114,7 @@ class Watcher:
         self._train: Mapping[str, Any] = {}
         self._last: float | None = None  # time of the last line
         self._heldout: float | None = None
+        self._evaluated: int | None = None
         self._best: float | None = None
         self._speed: float | None = None
         self._spent = self._waited = 0.0  # seconds of steps of this start
@@ -128,7 +133,7 @@ class Watcher:
         elif kind == "train":
             self._take_numbers(line)
         elif kind == "eval" and line.get("split") in (None, "heldout"):
-            self._heldout = _number(line.get("loss"))
+            self._heldout, self._evaluated = _number(line.get("loss")), line["step"]
             if self._heldout is not None:
                 self._best = min(self._heldout, self._best or self._heldout)
         elif kind == "event" and line.get("event") != "memory_compared":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from helpers.corpus import write_jsonl
 from helpers.ranks import Server, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.torch import save_file
+
+from llmtrain.report import verdict
+from llmtrain.report.collect import collect
+from llmtrain.report.run import open_run
+from llmtrain.tools.watch import Watcher
 
 Config = dict[str, Any]
 
@@ -260,6 +266,39 @@ def test_a_directory_of_another_config_is_refused_and_left_as_it_is(
         assert word in said
     assert weights(run_dir, 4) == before
     assert status(run_dir) == told
+    assert "run.seed = 7" in lines(run_dir, "event")[-1]["detail"]["reason"]
+
+
+@pytest.mark.parametrize(
+    "more", ["training.steps=3", "checkpoint.resume=step-00000099", "data.sources.0.path=gone.txt"]
+)
+def test_a_refused_start_leaves_a_finished_run_as_it_was(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path], more: str
+) -> None:
+    config, run_dir = trained
+    told, shown = (run_dir / "status.json").read_bytes(), repr(open_run(run_dir))
+    seen, record = Watcher(run_dir).look(), (run_dir / "metrics.jsonl").read_bytes()
+    figures = verdict.figures(collect(run_dir))
+    said = refused(server, tmp_path, config, more)
+    assert (run_dir / "status.json").read_bytes() == told
+    added = (run_dir / "metrics.jsonl").read_bytes().removeprefix(record)
+    (event,) = map(json.loads, added.splitlines())
+    assert (event["kind"], event["event"]) == ("event", "start_refused")
+    assert event["detail"]["reason"] in " ".join(said.split())
+    assert repr(open_run(run_dir)) == shown
+    assert verdict.figures(collect(run_dir)) == figures
+    assert replace(Watcher(run_dir).look(), events=seen.events) == seen
+
+
+def test_the_command_of_a_finished_run_adds_nothing_to_its_time(
+    server: Server, tmp_path: Path, trained: tuple[Config, Path]
+) -> None:
+    config, run_dir = trained
+    figures = verdict.figures(collect(run_dir))
+    good = lines(run_dir, "end")[-1]["goodput"]
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert verdict.figures(collect(run_dir)) == figures
+    assert lines(run_dir, "end")[-1]["goodput"] == pytest.approx(good, rel=0.05)
 
 
 def test_free_keys_may_change_and_more_steps_go_on(

@@ -51,6 +51,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "training": {"torch", "accelerate", "numpy"},
     "training.stop.signals": set(),
     "training.start.preflight": set(),
+    "tools.use.adapters": {"pydantic"},
     "cli": {"typer"},
 }
 

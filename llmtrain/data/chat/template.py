@@ -37,8 +37,10 @@ _SPECIAL = (
 # What a template raises when a message is not as it expects, besides jinja2's own errors.
 _FAILURES = (
     *(TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError, NotImplementedError),
+    *(ArithmeticError, RuntimeError, MemoryError, NameError),
 )
+_MOST_ITEMS = 10**7  # of a string or list that a template multiplies
+_MOST_BITS = 10**5  # of a power
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Template:
 
         use = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         try:
-            return _compile(self.sources[use], self.date).render({
+            text = _compile(self.sources[use], self.date).render({
                 **self.variables,
                 "messages": [_with_reasoning(message) for message in messages],
                 "tools": tools,
@@ -70,6 +72,12 @@ class Template:
         except (TemplateError, *_FAILURES) as error:
             why = f"the template cannot render it: {first_line(error)}"
             raise BadRowError("template", why) from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            why = f"the template writes half a character: {text[error.start]!a}"
+            raise BadRowError("template", why) from error
+        return text
 
     @property
     def text(self) -> str:
@@ -146,9 +154,16 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         files = {"default": file, **{path.stem: path for path in sorted(others)}}
         return {name: path.read_text("utf-8") for name, path in files.items()}
     found = settings.get("chat_template")
-    if isinstance(found, list):
-        return {one["name"]: one["template"] for one in found}
-    return {} if found is None else {"default": found}
+    if found is None or isinstance(found, str):
+        return {} if found is None else {"default": found}
+    try:
+        named = {one["name"]: one["template"] for one in found}
+        if not all(isinstance(text, str) for pair in named.items() for text in pair):
+            raise TypeError("a name or a template is no string")
+    except (TypeError, LookupError) as error:
+        expected = "a string, or a list of {name, template}, in the tokenizer's files"
+        raise UserError(Problem("chat.template", json.dumps(found), expected)) from error
+    return named
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -180,6 +195,10 @@ def _check_syntax(source: str, date: str) -> None:
     except TemplateSyntaxError as error:
         expected = f"a Jinja template (line {error.lineno}: {error.message})"
         raise UserError(Problem("chat.template", None, expected)) from error
+    # Too many brackets in each other for the parser or for Python's compiler, half a character.
+    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+        expected = f"a Jinja template that can be compiled ({first_line(error)})"
+        raise UserError(Problem("chat.template", None, expected)) from error
 
 
 @lru_cache(maxsize=16)
@@ -210,12 +229,27 @@ def _sandbox() -> type[ImmutableSandboxedEnvironment]:
 
     It allows and refuses the same. Without it half of the time of a render goes into its checks.
     """
+    from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     own = frozenset(dir(dict))
     known: dict[tuple[type, str], bool] = {}
 
     class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            """Refuse a product or a power that would fill the memory."""
+            sizes = [
+                len(one) for one in (left, right) if isinstance(one, str | bytes | list | tuple)
+            ]
+            counts = [one for one in (left, right) if isinstance(one, int)]
+            if operator == "*" and sizes and counts and sizes[0] * counts[0] > _MOST_ITEMS:
+                raise SecurityError(f"a product of more than {_MOST_ITEMS:,} items")
+            if operator == "**" and len(counts) == 2 and left.bit_length() * right > _MOST_BITS:
+                raise SecurityError(f"a power of more than {_MOST_BITS:,} bits")
+            return super().call_binop(context, operator, left, right)
+
         def getattr(self, obj: Any, attribute: str) -> Any:
             if type(obj) is dict and attribute in obj and attribute not in own:
                 return obj[attribute]

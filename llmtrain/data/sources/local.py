@@ -146,7 +146,9 @@ def is_local(path: str) -> bool:
     explicit = path.startswith((".", "/", "~")) or Path(path).suffix.lower() in suffixes
     explicit = explicit or path.count("/") > 1
     beside = "/" in path and Path(path).parent.is_dir()  # perhaps a misspelt name in a directory
-    return Path(path).exists() or is_glob(path) or explicit or beside
+    # Unlike `Path.exists`, this is false for a name that is too long or has a NUL.
+    there = os.path.exists(path)  # noqa: PTH110
+    return there or is_glob(path) or explicit or beside
 
 
 def is_glob(path: str) -> bool:

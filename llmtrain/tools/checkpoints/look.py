@@ -51,7 +51,8 @@ class Row:
         run but its manifest is not intact; `partial`, `damaged`, `superseded` or `trash` by its
         name; else `other`
     bytes: size on disk
-    loss: the held-out loss that it contains
+    loss: the held-out loss of its step; None if that step was not evaluated
+    last_loss: that of the newest evaluation up to its step, by which retention chooses
     kept: why retention keeps it; () if retention does not keep it, or does not consider it
     wrong: problems found by manifest and sizes; None if it was not checked
 
@@ -63,6 +64,7 @@ class Row:
     step: int | None
     bytes: int
     loss: float | None
+    last_loss: float | None
     kept: tuple[str, ...]
     wrong: tuple[str, ...] | None
 
@@ -220,7 +222,7 @@ def listing(place: Place, policy: CheckpointConfig | None) -> Listing:
         rows = [row for row in found if row is not None]
     except OSError as error:
         raise _no_answer(place.root, error) from error
-    losses = {row.step: row.loss for row in rows if _is_ours(row) and row.step is not None}
+    losses = {row.step: row.last_loss for row in rows if _is_ours(row) and row.step is not None}
     kept = retention.reasons(losses, policy, resumed_from) if policy else {}
     rows = [
         replace(row, kept=kept.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
@@ -237,16 +239,17 @@ def _is_ours(row: Row) -> bool:
 def _row(path: Path, run_id: str | None) -> Row | None:
     """Return the row of one directory; None if it disappeared while it was read."""
     kind = _kind(path.name) or OTHER
-    size, loss, wrong = _bytes(path), None, None
+    size, loss, last_loss, wrong = _bytes(path), None, None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
         wrong, of = _sizes(path)
         wrong = _why_quarantined(path) if kind == "damaged" and not wrong else wrong
-        loss = _loss(path)
+        loss, last_loss = _losses(path)
         if kind == COMPLETE and (of is None or of != run_id):
             kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
     step = form.step_of(path.name.partition(".")[0])
     kept = (LINK,) if path.is_symlink() else ()
-    return Row(path.name, kind, step, size, loss, kept, wrong) if path.is_dir() else None
+    row = Row(path.name, kind, step, size, loss, last_loss, kept, wrong)
+    return row if path.is_dir() else None
 
 
 def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
@@ -273,10 +276,14 @@ def _why_quarantined(path: Path) -> tuple[str, ...]:
     return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
 
 
-def _loss(path: Path) -> float | None:
+def _losses(path: Path) -> tuple[float | None, float | None]:
+    """Return the held-out loss of the checkpoint's own step, and that of the newest evaluation."""
     with suppress(form.DamagedError):  # the row has this damage under `wrong`
-        return retention.loss_in(form.state(path))
-    return None
+        state = form.state(path)
+        last, evaluation, step = retention.loss_in(state), state.get("evaluation"), state["step"]
+        own = isinstance(evaluation, dict) and evaluation.get("step", step) == step
+        return (last if own else None), last
+    return None, None
 
 
 def _bytes(path: Path) -> int:

@@ -204,10 +204,11 @@ def judge(
     because a rank failed.
     """
     state, reason = status.get("state"), status.get("reason")
-    if changed and state in ("finished", "stopped", "failed"):
+    code = status.get("exit_code")
+    if changed and state in ("finished", "stopped", "failed") and isinstance(code, int):
         said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
         lost = (state, reason) == ("stopped", "launcher_lost")
-        return Outcome(int(status.get("exit_code") or 0), said, lost)
+        return Outcome(code, said, lost)
     left = failures.worst(new_marks)
     if left is not None and left.is_cause:
         return Outcome(left.code, f"failed on rank {left.rank} ({_line(left.reason)})")
@@ -215,7 +216,9 @@ def judge(
         return Outcome(RESTARTABLE, "ended as rank 0 died without a word")
     if launcher < 0:
         return Outcome(RESTARTABLE, f"ended by signal {-launcher}")
-    refused = launcher == UserError.exit_code and not new_marks and not changed
+    if changed:
+        return Outcome(1, "ended with a status.json that is no record of a run")
+    refused = launcher == UserError.exit_code and not new_marks
     code = UserError.exit_code if refused else 1
     return Outcome(code, "ended before a rank has written status.json")
 
@@ -233,6 +236,7 @@ def _start(
     from llmtrain.tools.launch.launch import children, follow_parent, identity
 
     status, left, others = identity(run_dir), failures.versions(run_dir), children()
+    said = read_status(run_dir)
     env = {**os.environ, RESTARTS: str(restarts)}
     try:
         forward.child = subprocess.Popen(
@@ -246,9 +250,10 @@ def _start(
     _wait_for_ranks(run_dir, others, leave, say)
     forward.child = None
     RunLock(run_dir, "").check()
-    changed = identity(run_dir) != status
-    new = failures.new_since(run_dir, left)
-    outcome = judge(read_status(run_dir), new, launcher, changed=changed)
+    now, new = read_status(run_dir), failures.new_since(run_dir, left)
+    put_back = now == said and any(mark.is_cause for mark in new)  # by a start that was refused
+    changed = identity(run_dir) != status and not put_back
+    outcome = judge(now, new, launcher, changed=changed)
     if outcome.code and not changed and forward.asked is not None:
         return Outcome(0, "stopped before there was a run")
     return outcome

@@ -24,6 +24,8 @@ from llmtrain.tools.use.target import KEY, Target, find
 
 Told = Callable[[str], object]  # gets the text as it is written
 _SEED_STREAM = 9  # for `mix`
+_LEAST = 1e-6  # temperature
+_SHOWN = 60  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def continue_text(
     model_or_run: str | Path, prompt: str, sampling: Sampling, told: Told
 ) -> Generated:
     """Return what a model writes after a text. Arguments: as of `generate`."""
+    _check_text("PROMPT", prompt)
     opened = _open(model_or_run, sampling)
     return _write(opened, prompt, _text_ids(opened, prompt), sampling, 0, told)
 
@@ -100,11 +103,21 @@ def converse(
         raise UserError(Problem(KEY, model_or_run, expected, "leave --chat out: it continues text"))
     turns: list[dict[str, str]] = []
     for number, message in enumerate(messages):
+        _check_text(f"message {number + 1}", message)
         turns.append({"role": "user", "content": message})
         ids = _chat_ids(opened, turns)
         answer = _write(opened, message, ids, sampling, number, told)
         yield answer
         turns.append({"role": "assistant", "content": answer.text})
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raise UserError for a text with bytes that are not UTF-8, which Python has as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        expected = f"UTF-8; the character at position {error.start + 1} is not"
+        raise UserError(Problem(name, ascii(text[:_SHOWN]), expected)) from error
 
 
 def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:
@@ -114,8 +127,8 @@ def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:
         (
             "--temperature",
             sampling.temperature,
-            0 <= sampling.temperature < math.inf,
-            "0 (greedy) or more",
+            sampling.temperature == 0 or _LEAST <= sampling.temperature < math.inf,
+            f"0 (greedy) or more; between 0 and {_LEAST:g} logits are not finite",
         ),
         ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
     )

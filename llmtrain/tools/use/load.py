@@ -68,9 +68,9 @@ def open_model(
 
     device = torch.device("cpu" if on_cpu() else "cuda")
     with as_argument():
-        tokenizer = tokenizers.load(str(target.directory), None)
         base = base_directory(target.directory) if target.is_adapter else target.directory
         config = config_of(base)
+        tokenizer = tokenizers.load(str(target.directory), None)
         stored = config.dtype
         model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
     if tokenizer.eos_token_id is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,10 +91,14 @@ class Stored:
         return found
 
 
-def of_model(directory: Path) -> Stored:
-    """Return the tensors of a model directory. Raises UserError if its files are not whole."""
-    whole = directory / "model.safetensors"
-    names = [whole.name] if whole.exists() else [p.name for p in directory.glob("model-*")]
+def of_model(directory: Path, listed: Collection[str] | None = None) -> Stored:
+    """Return the tensors of a model directory. Raises UserError if its files are not whole.
+
+    listed: the files to choose from; None = all of the directory
+    """
+    files = listed if listed is not None else [path.name for path in directory.iterdir()]
+    whole = "model.safetensors"
+    names = [whole] if whole in files else [one for one in files if one.startswith("model-")]
     return Stored.of(directory, *sorted(one for one in names if one.endswith(form.TENSORS)))
 
 

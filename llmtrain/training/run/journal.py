@@ -20,7 +20,7 @@ import torch
 from llmtrain import durable
 from llmtrain.config.schema import TrackerName
 from llmtrain.distributed.plan.memory import MemoryPlan
-from llmtrain.errors import RESTARTABLE, RunError, needed_on_disk
+from llmtrain.errors import RESTARTABLE, RunError, UserError, needed_on_disk
 from llmtrain.metrics import memory
 from llmtrain.metrics.profile import Profile
 from llmtrain.metrics.progress import Progress, plain_line
@@ -31,7 +31,7 @@ from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.restore import Originals
-from llmtrain.rundir.status import read_status, write_status
+from llmtrain.rundir.status import put_back_status, read_status, write_status
 from llmtrain.training.run.due import Due
 from llmtrain.types import Evaluation, Numbers, Sample
 
@@ -45,13 +45,27 @@ _COMPARE_AFTER = 3  # steps: by then the optimizer has run and everything was al
 class Journal:
     """Lines, status and progress of one start, from the claim of the run directory to its end."""
 
-    def __init__(self, run_dir: Path, rank: int, lock: RunLock | None = None) -> None:
-        """lock: the lock of the run directory, at rank 0."""
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        lock: RunLock | None = None,
+        *,
+        begun: bool = False,
+        ended: bytes | None = None,
+    ) -> None:
+        """Open the record; begun and ended are as in `Place`.
+
+        lock: the lock of the run directory, at rank 0
+        """
         self.run_dir = run_dir
         self.rank = rank
         self.step = 0
         self.exit_code: int | None = None  # set when the end has been recorded
         self._lock = lock
+        self._begun_before = begun
+        self._ended_before = ended
+        self._has_started = False
         self._originals: Originals | None = None
         self._locks_made = 0  # the part of `lock.made_again` that was already reported
         self._lines = Lines(run_dir) if rank == 0 else None
@@ -83,6 +97,7 @@ class Journal:
 
     def write(self, kind: str, step: int, **fields: object) -> None:
         """Write one line to `metrics.jsonl` and to the trackers."""
+        self._has_started |= kind == "start"
         if self._lines is not None:
             self._lines.write(kind, step, **fields)
         if self._trackers is not None:
@@ -169,16 +184,27 @@ class Journal:
     def end(self, state: str, exit_code: int, reason: str | None) -> None:
         """Write the `end` line and the last status, unless another process has the directory.
 
-        After that the terminal has no moving line, and a log has lines for people again.
+        A start that was refused before its `start` line has added nothing to a run that has begun:
+        it leaves an event instead of the line, and a run that finished or was stopped keeps its
+        status. After that the terminal has no moving line, and a log has lines for people again.
         """
         if self._lines is not None and not self._is_lost:
             end = {"state": state, "exit_code": exit_code, "reason": reason}
-            seconds = time.perf_counter() - self._started
-            self.write("end", self.step, **end, seconds=seconds, goodput=goodput(self.run_dir))
+            refused = exit_code == UserError.exit_code and not self._has_started
+            if refused and self._begun_before:
+                self._lines.refuse(self.step, str(reason))
+            else:
+                share = goodput(self.run_dir)
+                seconds = time.perf_counter() - self._started
+                self.write("end", self.step, **end, seconds=seconds, goodput=share)
             try:
                 self.sync()
             finally:  # a supervisor relies on the status, so it is written if there is room for it
-                write_status(self.run_dir, self._said, **(self._untold | end | {"step": self.step}))
+                if refused and self._ended_before is not None:
+                    put_back_status(self.run_dir, self._ended_before)
+                else:
+                    told = self._untold | end | {"step": self.step}
+                    write_status(self.run_dir, self._said, **told)
         self.exit_code = exit_code
         self.progress.close()  # after the status is written: the terminal may take no output
         # Not in `close`: accelerate's trackers use its process state. Once our process group is

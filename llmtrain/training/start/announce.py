@@ -46,6 +46,7 @@ def announce(run: Run) -> None:
         resumed_from=resumed_from,
         weights=run.data.manifest.weights,
         steps=run.steps,
+        epochs=run.config.training.epochs,
         versions=processes.versions,
         plan=processes.planned.to_json(),
         host=socket.gethostname(),

@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
-from llmtrain.rundir.status import read_status, start_status
+from llmtrain.rundir.status import kept_status, read_status, start_status
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ class Place:
     checkpoint: the newest checkpoint that the record names
     lock: held until the run is closed
     begun: whether an earlier start wrote its `start` line, just before its first step
+    ended: the `status.json` of the start before, if that finished or was stopped
     steps: the length of the run, as the last start recorded it
     pace: seconds of the last save and of the last step, None unless both are recorded
     """
@@ -48,6 +49,7 @@ class Place:
     checkpoint: str | None = None
     lock: RunLock | None = None
     begun: bool = False
+    ended: bytes | None = None
     steps: int | None = None
     pace: tuple[float, float] | None = None
 
@@ -57,8 +59,8 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
     """Make or reopen `run.dir`, take its lock, compare configs, record that the run is starting.
 
     For rank 0. Raises UserError if the directory cannot be written, has a file or directory of the
-    wrong kind in it, is in use by a live process or belongs to another config. It is not changed
-    then.
+    wrong kind in it, is in use by a live process or belongs to another config. Nothing is changed
+    then, but the record of a run that has begun gains an event if its config is another one.
     """
     run_dir = config.run_dir
     with writable(run_dir):
@@ -69,15 +71,22 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         record = jsonl.record(run_dir)
         started = any(line["kind"] == "start" for line in record)
         newest = known.get("checkpoint") or _last(record, "checkpoint", "name", str)
-        if asked_resume(config.checkpoint.resume, os.environ) == "never":
-            _refuse_used(run_dir, started, newest)
-        _settle_config(run_dir, config, begun=started or bool(_find_saved_run(run_dir)))
+        try:
+            if asked_resume(config.checkpoint.resume, os.environ) == "never":
+                _refuse_used(run_dir, started, newest)
+            _settle_config(run_dir, config, begun=started or bool(_find_saved_run(run_dir)))
+        except UserError as refused:
+            if started:
+                with closing(jsonl.Lines(run_dir)) as lines:
+                    lines.refuse(known.get("step", 0), str(refused))
+            raise
         failures.clear(run_dir, 0, world_size)
+        ended = kept_status(run_dir) if started else None
         start_status(run_dir, run_id=run_id, strategy=strategy, world_size=world_size)
         steps = _last(record, "start", "steps", int)
         save, update = (_last(record, kind, "seconds", float) for kind in ("checkpoint", "train"))
         pace = (save, update) if save and update else None
-        yield Place(run_id, known.get("step", 0), newest, lock, started, steps, pace)
+        yield Place(run_id, known.get("step", 0), newest, lock, started, ended, steps, pace)
 
 
 def asked_resume(asked: str, environ: Mapping[str, str]) -> str:

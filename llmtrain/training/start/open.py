@@ -126,7 +126,9 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     else:  # rank 0's own mark is removed in `claim`, which holds the lock
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
-    journal = stack.enter_context(closing(Journal(run_dir, rank, place.lock)))
+    journal = stack.enter_context(
+        closing(Journal(run_dir, rank, place.lock, begun=place.begun, ended=place.ended))
+    )
     tell = Busy(journal.progress).look
     watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes, tell))
     here = Here(place, signals, logfile, journal, watchdog)

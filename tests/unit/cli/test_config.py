@@ -2,6 +2,7 @@ import json
 
 import pytest
 from helpers.config import written
+from helpers.runs import start_line, train_line, write_run
 
 from llmtrain.cli.config import diff, schema, show
 from llmtrain.errors import UserError
@@ -53,6 +54,27 @@ def test_the_keys_in_which_two_configs_differ(tmp_path, capsys):
     for name in ("missing.yaml", "."):
         with pytest.raises(UserError):
             diff(str(one), str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("length", "line"),
+    [
+        ({"steps": 14, "epochs": None}, "training.steps: 10 → 14"),
+        ({"steps": 14}, "training.steps: 10 → 14"),  # of an older version
+        ({"steps": 14, "epochs": 2.0}, "training.epochs: null → 2.0"),
+        ({"steps": 10, "epochs": None}, "run.dir"),
+    ],
+)
+def test_the_length_of_a_run_is_that_which_was_trained(tmp_path, capsys, length, line):
+    one = written(tmp_path)
+    run = write_run(tmp_path / "run", [start_line(0) | {"steps": 10}, start_line(10) | length])
+    run.joinpath("config.yaml").write_text(one.read_text())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(train_line(11)) + "\n")
+    diff(str(one), str(run))
+    told = capsys.readouterr().out
+    assert line in told
+    assert ("training" in told) == ("training" in line)
 
 
 @pytest.mark.parametrize("command", ["show", "json", "diff"])

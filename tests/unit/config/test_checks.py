@@ -250,6 +250,7 @@ def test_a_group_names_its_parameters(tmp_path):
         (["model={from: gpt2}", "adapter.targets=q_proj", "adapter.train_tokens=[a]"], set()),
         (["model={from: gpt2}", "adapter.targets=[q_proj, '*.mlp.*']"], set()),
         (["model={from: gpt2}", "adapter.targets=[]", "adapter.r=0"], {"adapter.r"}),
+        (["model={from: gpt2}", "adapter={kind: lora, targets: []}"], {"adapter.targets"}),
         (["model={from: gpt2}", "adapter.dropout=1"], {"adapter.dropout"}),
         (["model={from: gpt2}", "adapter.lora_alpha=3"], {"adapter.lora_alpha"}),
     ],

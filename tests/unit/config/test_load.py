@@ -2,6 +2,7 @@ import pytest
 from helpers.config import SMALLEST, loaded, problems, written
 
 from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
 from llmtrain.errors import UserError
 
 
@@ -302,3 +303,50 @@ def test_overrides_may_be_values_by_key(tmp_path):
     assert config.training.max_grad_norm is None
     with pytest.raises(UserError, match=r"training\.stepz"):
         load_config(path, {"training.stepz": 5})
+
+
+def numbers(schema, name=""):
+    """Every number in a JSON schema, with the name of its key."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from numbers(one, name)
+    elif isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield name, schema
+        for key, inner in schema.items():
+            within = key in ("properties", "anyOf", "items", "prefixItems", "$defs")
+            yield from numbers(inner, name if within else key)
+
+
+def test_every_number_has_an_upper_bound():
+    found = list(numbers(Config.model_json_schema()))
+    assert len(found) > 40
+    assert [name for name, one in found if not one.keys() & BOUNDS] == []
+
+
+BOUNDS = {"maximum", "exclusiveMaximum"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("adapter.r=100000000000000000000000", "at most 65,536"),
+        ("data.lanes=100000000000000000000000", "at most 65,536"),
+        ("data.workers=1025", "at most 1,024"),
+        ("checkpoint.shard_gb=1e300", "at most 1,048,576"),
+        ("data.sources.0.weight=1e300", "at most 1,000,000,000"),
+        ("distributed.timeout_minutes=1e23", "at most 5,256,000"),
+        ("training.epochs=1e300", "at most 1,000,000"),
+        ("training.steps=1000000000001", "at most 1,000,000,000,000"),
+        ("model.tokenizer={train: 10000000000}", "at most 1,048,576"),
+        ("optimizer.learning_rate=1e300", "at most 3e+38"),
+        (f"run.dir={'x' * 5000}", "a path of at most 4,095 bytes, with 255 in each name"),
+        (f"data.sources.0.path=a/{'x' * 256}", "a path of at most 4,095 bytes"),
+        (f"model.tokenizer={'a/' * 3000}", "a path of at most 4,095 bytes"),
+    ],
+)
+def test_what_is_too_large_for_anything_is_told_with_its_limit(tmp_path, override, message):
+    key = override.partition("=")[0]
+    found = problems(tmp_path, override)
+    assert list(found) == [key]
+    assert message in str(found[key])

@@ -207,3 +207,31 @@ def test_every_problem_is_told_at_once(base: Path) -> None:
     (base / "model.safetensors").write_bytes(b"\0" * 10)
     said = refusal(base)
     assert said.startswith("2 problems")
+
+
+@pytest.mark.parametrize("body", ["[1, 2]", '"x"', "{", "null"])
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_settings_that_are_no_object_are_refused(base: Path, name: str, body: str) -> None:
+    (base / name).write_text(body)
+    assert f"a {name} that can be read" in refusal(base)
+
+
+@pytest.mark.parametrize("ends", [{"a": 1}, "x", [1, None], 1.5, True])
+def test_an_end_that_is_no_id_is_refused(base: Path, ends: object) -> None:
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)}" in refusal(base)
+
+
+@pytest.mark.parametrize("ends", [None, 0, [0, 1]])
+def test_ids_that_end_a_text_pass(base: Path, ends: object) -> None:
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    untrusted.check(str(base))
+
+
+@pytest.mark.parametrize("asked", [{"quant_method": "gptq", "bits": 4}, {}, 5])
+def test_a_quantization_of_plain_weights_is_refused(base: Path, asked: object) -> None:
+    fields = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(fields | {"quantization_config": asked}))
+    said = refusal(base)
+    assert "plain weights; the quantization_config of its config.json" in said
+    assert "take that key out of config.json" in said

@@ -2,6 +2,7 @@ import pytest
 from helpers import runs
 
 from llmtrain.errors import UserError
+from llmtrain.report import verdict
 from llmtrain.report.collect import collect, column, final_history, thin
 
 
@@ -47,6 +48,17 @@ def test_a_run_that_goes_on_after_its_end_has_no_end_yet(tmp_path):
     lines = [*runs.history(20), runs.start_line(20)]
     assert collect(runs.write_run(tmp_path, lines)).end is None
     assert collect(runs.write_run(tmp_path, runs.history(20))).end["state"] == "finished"
+
+
+def test_a_repeated_and_a_refused_start_leave_the_verdict_of_a_finished_run_as_it_was(tmp_path):
+    once = collect(runs.write_run(tmp_path, runs.history(20), runs.status()))
+    later = [runs.event_line(20, "start_refused"), runs.start_line(20), runs.end_line(20)]
+    again = [line | {"time": line["time"] + 1e6} for line in later]
+    twice = collect(runs.write_run(tmp_path, [*runs.history(20), *again], runs.status()))
+    assert verdict.sentence(twice) == verdict.sentence(once)
+    assert verdict.figures(twice) == verdict.figures(once)
+    assert verdict.checks(twice) == verdict.checks(once)
+    assert [event["event"] for event in twice.events] == ["start_refused"]
 
 
 def test_a_checkpoint_that_retention_took_is_shown_as_removed(tmp_path):

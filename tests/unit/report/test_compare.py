@@ -28,6 +28,11 @@ def test_the_page_names_the_keys_that_differ_and_the_run_that_ends_lower(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c.html"}
 
 
+def test_runs_are_compared_by_the_length_that_was_trained(tmp_path):
+    a, b = run(tmp_path, "a"), run(tmp_path, "b", steps=400)
+    assert differences([collect(a), collect(b)]) == [("training.steps", ["300", "400"])]
+
+
 def test_runs_with_other_tokenizers_are_compared_by_bits_per_byte(tmp_path):
     a, b = run(tmp_path, "a", vocabulary=2048), run(tmp_path, "b", vocabulary=50_000)
     page = render([collect(a), collect(b)])

@@ -3,9 +3,14 @@ import math
 import pytest
 from helpers import runs
 
+from llmtrain.cli.end_block import end_block
+from llmtrain.cli.watch import frame
 from llmtrain.report import verdict
 from llmtrain.report.collect import collect
+from llmtrain.report.compare import render
+from llmtrain.report.run import open_run
 from llmtrain.rundir.goodput import goodput
+from llmtrain.tools.watch import Watcher
 
 
 def tables(folder, lines, status=None, **settings):
@@ -119,3 +124,42 @@ def test_whatever_a_record_holds_there_is_a_verdict(tmp_path, lines):
     assert verdict.sentence(found)
     assert len(verdict.checks(found)) == 8
     assert verdict.figures(found)
+
+
+def without_figures(step):
+    return runs.eval_line(step) | {"loss": None, "perplexity": None, "bits_per_byte": None}
+
+
+@pytest.mark.parametrize("diverged", [[300], [100, 200, 300], [0, 100, 200, 300]])
+def test_a_run_whose_last_evaluation_is_not_finite_says_so_everywhere(tmp_path, diverged):
+    lines = runs.history(300, evaluate_every=100)
+    lines = [
+        without_figures(line["step"])
+        if line["kind"] == "eval" and line["step"] in diverged
+        else line
+        for line in lines
+    ]
+    lines = [line for line in lines if line["kind"] != "eval" or line["step"] or len(diverged) < 4]
+    found = tables(tmp_path / "a", lines)
+    finite = [line["loss"] for line in lines if line["kind"] == "eval" and line["loss"]]
+    assert "The held-out loss of step 300 is not finite" in verdict.sentence(found)
+    (figure,) = (one for one in verdict.figures(found) if one[0] == "held-out loss")
+    assert figure[1] == "not finite"
+    assert {name for name, *_ in verdict.figures(found)} == {"held-out loss", "tokens", "time"}
+    assert check(found, "held-out loss").mark == verdict.BAD
+    (tmp_path / "a" / "checkpoints" / "step-00000300").mkdir(parents=True)
+    assert open_run(tmp_path / "a").best is None  # the only one kept is not finite
+    (shown,) = (line for line in end_block(found) if line.startswith("held-out"))
+    view = Watcher(tmp_path / "a").look()
+    assert "held-out not finite" in "\n".join(frame(view, 80, 24))
+    page = render([found, tables(tmp_path / "b", runs.history(300))])
+    assert "The last held-out loss of a is not finite." in page
+    assert "b ends lowest" not in page
+    assert "a ends lowest" not in page
+    if finite:
+        best = f"{min(finite):.3f}"
+        assert f"its best was {best}" in verdict.sentence(found)
+        assert figure[2].startswith(f"best {best}")
+        assert f"→ not finite, best {best} at step" in shown
+    else:
+        assert shown == "held-out   not finite in every evaluation"

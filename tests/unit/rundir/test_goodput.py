@@ -115,3 +115,45 @@ def test_stretches_of_a_long_record_are_joined_and_have_the_same_seconds() -> No
     assert 50 <= len(joined) <= 52
     assert totals(joined) == pytest.approx(totals(found))
     assert (joined[0].begin, joined[-1].end) == (found[0].begin, found[-1].end)
+
+
+def end(step: int, ago: float, state: str = "finished") -> dict:
+    return {"kind": "end", "time": NOW - ago, "step": step, "state": state}
+
+
+def event(step: int, ago: float, name: str) -> dict:
+    return {"kind": "event", "time": NOW - ago, "step": step, "event": name}
+
+
+FINISHED = [start(0, 1000), train(10, 800, 100.0), end(10, 800)]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        [start(10, 400), end(10, 390)],
+        [start(10, 400)],
+        [event(10, 300, "leftovers_removed"), start(10, 200), event(10, 150, "other_versions")],
+        [event(10, 300, "start_refused")],
+        [event(10, 300, "start_refused"), start(10, 200), end(10, 190), start(10, 9), end(10, 8)],
+    ],
+)
+def test_a_start_that_adds_nothing_to_a_finished_run_takes_none_of_its_time(
+    tmp_path: Path, later: list[dict]
+) -> None:
+    lines = [*FINISHED, *later]
+    assert stretches(lines, until=NOW) == stretches(FINISHED)
+    write(tmp_path, *lines)
+    assert goodput(tmp_path) == pytest.approx(0.5)
+
+
+def test_a_finished_run_that_goes_on_was_down_until_then(tmp_path: Path) -> None:
+    write(tmp_path, *FINISHED, start(10, 500), end(10, 490), start(10, 300), train(20, 0, 100.0))
+    found = totals(stretches([*FINISHED, start(10, 500), end(10, 490), start(10, 300)]))
+    assert sum(found.values()) == pytest.approx(200)
+    assert goodput(tmp_path) == pytest.approx(0.2)  # of 1,000 s, 500 of which it was down
+
+
+def test_a_refused_start_takes_no_time_of_a_run_that_was_stopped() -> None:
+    stopped = [start(0, 1000), train(10, 800, 100.0), end(10, 800, "stopped")]
+    assert stretches([*stopped, event(10, 300, "start_refused")]) == stretches(stopped)

@@ -9,9 +9,9 @@ No GPU is used, and no more of the model is in this process's memory than a tens
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ def export(
     told(f"verifying {target.directory.name}")
     raise_any(read.verify(target.directory))
     partial = out.with_name(f"{out.name}.partial")
-    _write(target, partial, dtype, shard_gb, merged=merge_adapters, told=told)
+    listed = form.load(target.directory).files
+    _write(target, partial, listed, dtype, shard_gb, merged=merge_adapters, told=told)
     losses = None
     if verify:
         told("loading it in another process")
@@ -122,8 +123,7 @@ def _problems(
     if target.step is None:
         expected = "a run or one of its checkpoints"
         yield Problem(KEY, target.given, expected, "a model directory can be used as it is")
-    if os.path.lexists(out):
-        yield Problem("--out", out, "a directory that does not exist yet")
+    yield from _occupied(out)
     if dtype not in DTYPES:
         yield Problem("--dtype", dtype, f"one of {', '.join(DTYPES)}")
     if merge_adapters and not target.is_adapter:
@@ -137,19 +137,43 @@ def _problems(
         yield Problem("--shard-gb", shard_gb, "a number of GiB above 0")
 
 
+def _occupied(out: Path) -> Iterator[Problem]:
+    """Yield a problem if `out` exists, cannot be made, or something else has its partial's name."""
+    partial = out.with_name(f"{out.name}.partial") if out.name else out
+    for path in (out, partial):
+        try:
+            there = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            yield Problem("--out", out, f"a directory that can be made ({why})")
+            return
+        if path == out:
+            yield Problem("--out", out, "a directory that does not exist yet")
+            return
+        if not stat.S_ISDIR(there):
+            expected = f"a name for which {partial} is free while it is written"
+            yield Problem("--out", out, expected)
+
+
 def _write(
     target: Target,
     partial: Path,
+    listed: Collection[str],
     dtype: str,
     shard_gb: float,
     *,
     merged: bool,
     told: Callable[[str], object],
 ) -> None:
-    """Write all files. What an export that was cut off left under this name is removed."""
+    """Write all files. What an export that was cut off left under this name is removed.
+
+    listed: the files of the checkpoint; others in its directory are of somebody else
+    """
     directory, kind = target.directory, DTYPES[dtype]
     alone = target.is_adapter and not merged
-    weights = None if alone else _weights(target, kind)
+    weights = None if alone else _weights(target, listed, kind)
     told(f"writing {partial}")
     with needed_on_disk(partial):
         if partial.exists():
@@ -162,12 +186,12 @@ def _write(
         tensors.write(partial, spec, weights.read)
         config = weights.config.to_json_string(use_diff=True).encode()
         _write_small(partial, {"config.json": config, **state.index(spec)})
-    _copy(directory, partial, card.text(target, dtype, merged=merged))
+    _copy(directory, listed, partial, card.text(target, dtype, merged=merged))
 
 
-def _weights(target: Target, dtype: str) -> Weights:
+def _weights(target: Target, listed: Collection[str], dtype: str) -> Weights:
     if not target.is_adapter:
-        return merge.whole(target.directory, dtype)
+        return merge.whole(target.directory, listed, dtype)
     entries = tokenizers.length_of(tokenizers.load(str(target.directory), None))
     return merge.merged_weights(target, entries, dtype)
 
@@ -181,11 +205,10 @@ def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
     _write_small(partial, {name: (directory / name).read_bytes() for name in names})
 
 
-def _copy(directory: Path, partial: Path, readme: str) -> None:
+def _copy(directory: Path, listed: Collection[str], partial: Path, readme: str) -> None:
     """Take the tokenizer's files and the generation config as they are; add the card."""
     ours = {adapters.CONFIG, adapters.BASE, adapters.WEIGHTS, *_OWN}
-    names = (path.relative_to(directory).as_posix() for path in _files(directory))
-    taken = [name for name in names if name not in ours and not name.endswith(form.TENSORS)]
+    taken = [name for name in listed if name not in ours and not name.endswith(form.TENSORS)]
     files = {name: (directory / name).read_bytes() for name in taken}
     _write_small(partial, {**files, "README.md": readme.encode()})
 

@@ -11,7 +11,7 @@ of the two alone, they are no longer equal; then both are written, and the confi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,14 +63,17 @@ class Layer:
     parts: dict[str, str]
 
 
-def whole(directory: Path, dtype: str) -> Weights:
-    """Return the weights of a model directory. dtype: of safetensors, for floating point tensors.
+def whole(directory: Path, listed: Collection[str], dtype: str) -> Weights:
+    """Return the weights of a checkpoint.
+
+    listed: its files, as its manifest names them
+    dtype: of safetensors, for floating point tensors
 
     Raises UserError if a tensor is missing or has another shape.
     """
     config = config_of(directory)
     own = _tensors(on_meta(config))
-    stored = tensors.of_model(directory)
+    stored = tensors.of_model(directory, listed)
     if not _fits(stored, own):
         expected = "every tensor of the model that config.json describes"
         raise UserError(Problem(str(directory), None, expected))
@@ -99,6 +102,8 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     in_four_bits = four_bits.are_held(target.state)
     rounded = {f"{name}.weight" for name in quantized.layers(skeleton)} if in_four_bits else ()
     layers = _layers(skeleton, directory)
+    for name in layers.keys() - own.keys() - tied.keys():  # of stacked experts, by name
+        raise _unmergeable(directory, next(iter(layers[name].parts.values())))
     apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
     if apart:
         config.tie_word_embeddings = text.tie_word_embeddings = False
@@ -142,10 +147,14 @@ def _layers(skeleton: Any, directory: Path) -> dict[str, Layer]:
         owner = next((one for one in layers if name.startswith(f"{one}.")), "")
         leaf = name.removeprefix(f"{owner}.")
         if not owner or leaf.startswith("base_layer.") or leaf.endswith(".bias"):
-            expected = "an adapter of low-rank layers and token rows alone, which can be merged"
-            raise UserError(Problem(str(directory / adapters.WEIGHTS), file, expected))
+            raise _unmergeable(directory, file)
         layers[owner].parts[leaf] = file
     return {f"{name.removesuffix(_WRAPPED)}.weight": layer for name, layer in layers.items()}
+
+
+def _unmergeable(directory: Path, name: str) -> UserError:
+    expected = "an adapter of low-rank layers and token rows alone, which can be merged"
+    return UserError(Problem(str(directory / adapters.WEIGHTS), name, expected))
 
 
 def _merge(layer: Any, weight: Tensor, values: Mapping[str, Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ A run that has begun has its own tokenizer and data manifest, which its start ch
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -126,8 +127,9 @@ def _model_problems(
 
 
 def _is_missing(path: str) -> bool:
-    return is_local(path) and not Path(path).exists()
+    return is_local(path) and not os.path.exists(path)  # noqa: PTH110  # see `is_local`
 
 
 def _has_begun(run: schema.RunConfig, default: str) -> bool:
-    return (Path(run.dir or default) / contents.AUTO).exists()
+    # Of a name that is too long or has a NUL it is false; the rules of paths report that.
+    return os.path.exists(Path(run.dir or default) / contents.AUTO)  # noqa: PTH110

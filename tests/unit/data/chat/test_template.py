@@ -207,3 +207,57 @@ def test_the_sandbox_with_a_short_way_allows_and_refuses_the_same(expression):
             except (SecurityError, UndefinedError) as error:
                 found.append(str(error))
     assert found == [found[0]] * 4
+
+
+def opened(folder, template):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return open_template(folder, {}, "2026-01-01T00:00:00")
+
+
+HOSTILE = {
+    "no items": ("{{ cycler() }}", "at least one item has to be provided"),
+    "a huge string": ("{{ 'a' * 10000000000 }}", "a product of more than 10,000,000 items"),
+    "a huge list": ("{{ 10000000000 * [1] }}", "a product of more than 10,000,000 items"),
+    "a huge power": ("{{ 10 ** (10 ** 10) }}", "a power of more than 100,000 bits"),
+    "half a character": (r"{{ '\ud800' }}", r"half a character: '\ud800'"),
+    "half a character as it is": ("\ud800", r"half a character: '\ud800'"),
+    "itself": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
+    "an infinity": ("{{ 1e999|int }}", "inf"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_template_makes_a_bad_row(tmp_path, case):
+    template, said = HOSTILE[case]
+    with pytest.raises(BadRowError) as caught:
+        opened(tmp_path, template).render([{"role": "user", "content": "Hi"}], None, True)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% if 1 %}" * 500 + "{% endif %}" * 500,
+        "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
+    ],
+)
+def test_a_template_of_too_many_brackets_is_refused(tmp_path, template):
+    with pytest.raises(UserError, match="a Jinja template that can be compiled"):
+        opened(tmp_path, template)
+
+
+@pytest.mark.parametrize("template", [5, True, [1], {"a": 1}, [{"name": "x"}], [{"name": 1}]])
+def test_a_template_that_is_no_string_is_refused(tmp_path, template):
+    with pytest.raises(UserError, match=r"chat\.template = ") as caught:
+        opened(tmp_path, template)
+    assert "a string, or a list of {name, template}" in str(caught.value)
+
+
+def test_products_that_templates_need_are_as_before(tmp_path):
+    template = opened(
+        tmp_path, "{{ messages[0].content * 3 }}{{ 2 ** 8 }}{{ [1, 2] * 2 }}{{ 3 * 4 }}"
+    )
+    written = template.render([{"role": "user", "content": "Hi"}], None, True)
+    assert written == "HiHiHi256[1, 2, 1, 2]12"

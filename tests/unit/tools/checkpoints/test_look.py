@@ -67,6 +67,14 @@ def test_each_checkpoint_has_its_size_its_loss_and_why_it_stays(run):
     assert (found.run_id, found.resumed_from) == (RUN, "step-00000020")
 
 
+def test_a_loss_is_shown_where_that_step_was_evaluated(run):
+    for step, evaluated in ((28, 27), (32, 32)):
+        state = {"format": 1, "run_id": RUN, "step": step}
+        state["evaluation"] = {"step": evaluated, "loss": 0.5}
+        save(run / "checkpoints", step, small={form.STATE: form.canonical(state)})
+    assert [(row.loss, row.last_loss) for row in look(run).rows[-2:]] == [(None, 0.5), (0.5, 0.5)]
+
+
 def test_what_is_no_complete_checkpoint_of_the_run_is_shown_as_what_it_is(run):
     root = run / "checkpoints"
     save(root, 99_999_999, run_id="another")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -188,6 +190,10 @@ def test_a_run_that_dies_between_checkpoints_is_finished(run_dir: Path) -> None:
         ("kill -9 $$", 75, 3),
         (ends("failed", 1), 1, 2),
         ("exit 0", 1, 2),
+        (ends("finished", "null"), 1, 2),
+        (ends("failed", '"2"'), 1, 2),
+        ("echo '[1, 2]' > status.json", 1, 2),
+        ("echo '{}' > status.json; exit 2", 1, 2),
         ("exit 2", 2, 1),
         (ends("failed", 2), 2, 1),
         (ends("failed", 74), 74, 1),
@@ -199,6 +205,17 @@ def test_without_progress_it_ends_with_the_code_of_the_last_start(
 ) -> None:
     ended, _ = run(run_dir, *[line] * 5)
     assert (ended.exit_code, ended.starts) == (code, starts)
+
+
+def test_a_refused_start_of_a_run_that_had_finished_ends_with_2(run_dir: Path) -> None:
+    (run_dir / "status.json").write_text('{"state": "finished", "exit_code": 0, "step": 3}')
+    (run_dir / "logs").mkdir()
+    mark = Mark(0, 2, "a key is wrong", False, "host", "1:1", 0)
+    left = shlex.quote(json.dumps(asdict(mark)))
+    refused = f"cp status.json s; mv s status.json; echo {left} > logs/rank-0.failed; exit 1"
+    ended, said = run(run_dir, refused)
+    assert (ended.exit_code, ended.starts) == (2, 1)
+    assert "a key is wrong" in said[1]
 
 
 def test_the_command_can_see_that_it_was_started_before(run_dir: Path) -> None:

@@ -190,6 +190,7 @@ def test_a_directory_outside_of_a_run_is_prompted_by_its_template_alone(trained,
     [
         ({"max_new_tokens": 0}, "--max-new-tokens"),
         ({"temperature": -0.1}, "--temperature"),
+        ({"temperature": 1e-300}, "--temperature"),
         ({"temperature": float("inf")}, "--temperature"),
         ({"top_p": 0.0}, "--top-p"),
         ({"chat": True}, "chat template"),
@@ -198,6 +199,12 @@ def test_a_directory_outside_of_a_run_is_prompted_by_its_template_alone(trained,
 def test_options_that_make_no_sense_are_refused(made, options, key):
     with pytest.raises(UserError, match=key):
         generate(made, PROMPT, **options)
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused_by_name(made):
+    with pytest.raises(UserError, match="PROMPT = 'a .udcff b'") as caught:
+        generate(made, "a \udcff b")
+    assert "UTF-8; the character at position 3 is not" in str(caught.value)
 
 
 def test_a_prompt_longer_than_the_positions_is_refused_and_a_long_text_ends_there(made):

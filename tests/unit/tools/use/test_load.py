@@ -1,13 +1,14 @@
 """A model that is loaded has the weights of its files; an adapter, those of its base too."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from helpers import used
 from helpers.checkpoints import flip
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmtrain.errors import UserError
 from llmtrain.tools.use.load import base_directory, open_model
@@ -72,6 +73,23 @@ def of_another_type(directory):
     (directory / "config.json").write_text(json.dumps(fields | {"model_type": "zzz"}))
 
 
+def with_fields(name, **fields):
+    def spoil(directory):
+        file = directory / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return spoil
+
+
+def with_value(value):
+    def spoil(directory):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -80,6 +98,12 @@ def of_another_type(directory):
         (lambda d: (d / "config.json").unlink(), "a run, a checkpoint, a model directory"),
         (lambda d: flip(d / "config.json", 0), "config.json"),
         (lambda d: (d / "tokenizer.json").unlink(), "a tokenizer directory"),
+        (with_fields("config.json", hidden_act="foo"), "whole safetensors: 'foo'"),
+        (with_fields("config.json", dtype="float99"), "float99"),
+        (with_fields("tokenizer_config.json", chat_template=5), "is a string; it is 5"),
+        (with_fields("tokenizer_config.json", chat_template=[1]), "a tokenizer directory"),
+        (with_value(math.nan), "finite weights; 1 tensors have NaN or inf (model."),
+        (with_value(-math.inf), "finite weights; 1 tensors have NaN or inf (model."),
     ],
 )
 def test_a_directory_that_is_no_model_is_one_problem_of_the_argument(tmp_path, spoil, said):

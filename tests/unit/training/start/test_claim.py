@@ -62,13 +62,21 @@ def test_a_lost_status_is_made_up_for_by_the_record(tmp_path: Path) -> None:
         assert place.checkpoint == "step-00000004"
 
 
-def test_another_config_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def test_another_config_is_refused_before_anything_is_changed_but_the_record_says_so(
+    tmp_path: Path,
+) -> None:
     begin(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError) as raised, claim(config(tmp_path, data__seq_len=64), 1, "ddp"):
         pass
     assert [problem.key for problem in raised.value.problems] == ["data.seq_len"]
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    after = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    record = tmp_path / "metrics.jsonl"
+    (added,) = after[record].removeprefix(before[record]).splitlines()
+    told = json.loads(added)
+    assert (told["kind"], told["event"]) == ("event", "start_refused")
+    assert "data.seq_len = 64 expected: 32" in told["detail"]["reason"]
+    assert after | {record: before[record]} == before
 
 
 def test_a_claim_inside_a_claim_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ That another process proves it is tested in `tests/distributed/test_use.py`.
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -126,6 +127,54 @@ def test_ux_25_ft_32_an_export_ends_where_the_checkpoint_said(run, tmp_path):
     )
     said = AutoModelForCausalLM.from_pretrained(out).generate(**ids, max_new_tokens=9)
     assert said[0, ids.input_ids.shape[1] :].tolist() == [turn]
+
+
+def test_files_that_the_manifest_does_not_list_are_not_exported(run, tmp_path):
+    """A link to a person's files, and whatever else lies in the directory of a checkpoint."""
+    run = shutil.copytree(run, tmp_path / "copy")
+    place = run / "checkpoints" / "step-00000004"
+    expected = export(run, tmp_path / "first", verify=False)
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (place / "linked.json").symlink_to(tmp_path / "private" / "key")
+    (place / "folder").symlink_to(tmp_path / "private")
+    (place / "notes.txt").write_text("mine")
+    (place / "model-00001-of-00001.safetensors").symlink_to(place / "model.safetensors")
+    found = export(run, tmp_path / "second", verify=False)
+    assert found.files == expected.files
+    there = {p.relative_to(found.path).as_posix() for p in found.path.rglob("*")}
+    assert there == found.files.keys()
+
+
+def test_a_checkpoint_with_a_link_in_place_of_a_file_is_not_exported(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "copy")
+    file = run / "checkpoints" / "step-00000004" / "config.json"
+    (tmp_path / "elsewhere.json").write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(UserError, match="is not a regular file of this directory"):
+        export(run / "checkpoints" / "step-00000004", tmp_path / "out", verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x" * 250, "a directory that can be made (File name too long)"),
+        ("file/out", "a directory that can be made (Not a directory)"),
+        ("a\0b", "a directory that can be made (embedded null byte)"),
+        ("pipe", "a directory that does not exist yet"),
+        ("free", "is free while it is written"),
+    ],
+)
+def test_a_place_that_an_export_cannot_take_is_refused(run, tmp_path, name, said):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "free.partial").symlink_to(tmp_path / "file")
+    with pytest.raises(UserError, match="--out") as caught:
+        export(run, tmp_path / name, verify=False)
+    assert said in str(caught.value)
+    assert (tmp_path / "free.partial").is_symlink()
 
 
 # --- adapters
