@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
+from llmtrain.model.documents import on
 from llmtrain.model.head import Head, has_router_loss
 from llmtrain.types import NOT_TRAINED
 
@@ -68,6 +70,7 @@ class LossModule(nn.Module):
         all_logits: bool = False,
         each: bool = False,
         all_trained: bool = False,
+        trained: Tensor | None = None,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -79,6 +82,8 @@ class LossModule(nn.Module):
             attention.
         max_length: at least the longest document's length; only for `llmtrain` attention.
         all_trained: whether no label is `NOT_TRAINED`, where the caller knows it.
+        trained: (n,) int64, the positions in the flat labels that have a loss, where the caller
+            knows them. No other reaches the head.
 
         Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
         of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
@@ -90,16 +95,19 @@ class LossModule(nn.Module):
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
             return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
-        return self._from_hidden(hidden, labels, each, all_trained)
+        known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
+        return self._from_hidden(hidden, labels, each, known)
 
-    def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool, all_trained: bool) -> Tensor:
-        """Return the loss of the decoder's output, (B, T, h)."""
+    def _from_hidden(
+        self, hidden: Tensor, labels: Tensor, each: bool, known: dict[str, Any]
+    ) -> Tensor:
+        """Return the loss of the decoder's output, (B, T, h). known: of which positions."""
         assert self.head is not None
         head, projection = self.head, self._projection[0]
         weight, bias = projection.weight, projection.bias
         plain: dict[str, Any] = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
         if each:
-            return token_losses(hidden, weight, labels, **plain)
+            return token_losses(hidden, weight, labels, **known, **plain)
         if self._kernel == "torch":
             return F.linear_cross_entropy(
                 hidden.flatten(0, -2),
@@ -109,9 +117,7 @@ class LossModule(nn.Module):
                 reduction="sum",
                 ignore_index=NOT_TRAINED,
             )
-        return linear_cross_entropy(
-            hidden, weight, labels, z_loss=self._z_loss, all_trained=all_trained, **plain
-        )
+        return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **known, **plain)
 
     def _from_logits(
         self, output: Any, labels: Tensor | None, all_logits: bool, each: bool
@@ -173,6 +179,18 @@ def _bare(module: nn.Module | None) -> nn.Module | None:
     leaves both with the rest of the model.
     """
     return None if hasattr(module, "original_module") else module
+
+
+def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:
+    """Return the keywords of `LossModule.forward` for labels that are on the host.
+
+    labels: (B, T) int64
+    whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
+    """
+    flat = None if whole else np.flatnonzero(labels != NOT_TRAINED)
+    whole = flat is None or len(flat) == labels.size
+    trained = None if whole else on(device, flat)
+    return {"labels": on(device, labels), "all_trained": whole, "trained": trained}
 
 
 def made_up_batch(rows: int, seq_len: int, vocabulary: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
+from llmtrain.model.loss import target_keywords
 from llmtrain.training.run.run import Run
 from llmtrain.types import Batch, Flags, StepVector
 
@@ -74,13 +75,12 @@ def _scale(ranks: int, tokens: int, device: torch.device) -> Tensor:
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
     ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
-    labels = on(run.device, batch.labels)
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
-    split = [(ids, labels)] if len(parts) == 1 else [(ids[part], labels[part]) for part in parts]
     rows: list[dict[str, Any]] = [
-        {"input_ids": x, "labels": y, "all_trained": whole} for x, y in split
+        {"input_ids": ids[part]} | target_keywords(batch.labels[part], run.device, whole=whole)
+        for part in parts
     ]
     if batch.starts is None:  # documents may attend to each other
         return rows

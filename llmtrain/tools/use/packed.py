@@ -25,7 +25,7 @@ from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.model.head import Head, examine
-from llmtrain.model.loss import LossModule
+from llmtrain.model.loss import LossModule, target_keywords
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
 from llmtrain.tools.use.load import Opened
@@ -134,17 +134,17 @@ def _score_rank(
         mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
         ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
         inputs = on(device, np.stack(ids)[:, :-1].astype(np.int64))
-        targets = on(device, np.stack(labels))
+        targets = target_keywords(np.stack(labels), device, whole=False)
         hidden = {}
         if measured.document_mask:
             hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
-            each = module(inputs, targets, each=True, **hidden)
+            each = module(inputs, each=True, **targets, **hidden)
         if sources:
             owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
-            scored += by_source(each, targets, owners, sources)
+            scored += by_source(each, targets["labels"], owners, sources)
         else:
-            scored += totals(each, targets)
+            scored += totals(each, targets["labels"])
     return scored
 
 
