@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
     """The positions in a row, and the head, in the dtype of the products.
 
     hidden: (N, h); weight: (V, h); bias: (V,)
-    index: (n,), the trained positions; None = all N are
+    trained: (n,), the positions with a loss; None = all N have one
     labels, factors: (n, 1), of the trained positions; factors None = all are 1
     wide: the dtype of everything but the products: fp32, or fp64 as hidden
     """
@@ -127,7 +127,7 @@ class _Rows(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    index: Tensor | None
+    trained: Tensor | None
     labels: Tensor
     factors: Tensor | None
     wide: torch.dtype
@@ -239,7 +239,7 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
     Not many rows are one chunk, and then one piece, without views of parts and without room that is
     made before: a small model's step would pay for these.
     """
-    device, count, index = rows.hidden.device.type, rows.labels.shape[0], rows.index
+    device, count, trained = rows.hidden.device.type, rows.labels.shape[0], rows.trained
     if count == 0:
         return _without_rows(rows, wanted)
     most, made = chunk_of(device), _Made()
@@ -251,15 +251,15 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
         several = size < count
         logits = rows.hidden.new_empty(size, vocabulary, dtype=products) if several else None
         room = None if products == wide else _room(rows, min(size, piece))
-        if wanted.hidden and index is not None:
+        if wanted.hidden and trained is not None:
             made.hidden = torch.zeros_like(rows.hidden, dtype=wide)
         elif wanted.hidden and several:
             made.hidden = torch.empty_like(rows.hidden, dtype=wide)
         losses: list[Tensor] = []
-        x_or_at, in_place = (rows.hidden, made.hidden) if index is None else (index, None)
+        x_or_at, in_place = (rows.hidden, made.hidden) if trained is None else (trained, None)
         for x, labels, factors, dx in _split(size, x_or_at, rows.labels, rows.factors, in_place):
             at = None
-            if index is not None:
+            if trained is not None:
                 at, x = x, rows.hidden.index_select(0, x)
             z = _product(x, rows.weight.t(), products, _first(logits, x))
             narrow = products != x.dtype and any(wanted)
@@ -268,17 +268,17 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
             losses += (_piece(rows, room, *one) for one in pieces)
             if wanted.hidden:
                 dx = _product(dz, rows.weight, wide, dx)
-                if at is not None:
+                if made.hidden is not None and at is not None:
                     made.hidden.index_copy_(0, at, dx)
             if wanted.weight:
                 made.weight = _add_product(dz.t(), x, made.weight, wide, room)
             if wanted.bias:
                 summed = dz.sum(0, dtype=wide)
                 made.bias = summed if made.bias is None else made.bias + summed
-        if index is None and not several:
+        if trained is None and not several:
             made.hidden = dx
         each = torch.cat(losses) if len(losses) > 1 else losses[0]
-        return (each if index is None else _spread(each, rows)), made
+        return (each if trained is None else _spread(each, trained, rows)), made
 
 
 def _without_rows(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
@@ -287,13 +287,16 @@ def _without_rows(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
     The gradients are zeros, not missing ones: in their backward the ranks wait for each other.
     """
     operands = zip((rows.hidden, rows.weight, rows.bias), wanted, strict=True)
-    zeros = (torch.zeros_like(one, dtype=rows.wide) if asked else None for one, asked in operands)
-    return _spread(rows.hidden.new_empty(0, 1, dtype=rows.wide), rows), _Made(*zeros)
+    zeros = [
+        torch.zeros_like(one, dtype=rows.wide) if one is not None and asked else None
+        for one, asked in operands
+    ]
+    return rows.hidden.new_zeros(rows.hidden.shape[0], 1, dtype=rows.wide), _Made(*zeros)
 
 
-def _spread(each: Tensor, rows: _Rows) -> Tensor:
+def _spread(each: Tensor, trained: Tensor, rows: _Rows) -> Tensor:
     """Return the losses of the trained positions among those of all, which are 0: (N, 1)."""
-    return each.new_zeros(rows.hidden.shape[0], 1).index_copy_(0, rows.index, each)
+    return each.new_zeros(rows.hidden.shape[0], 1).index_copy_(0, trained, each)
 
 
 def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:

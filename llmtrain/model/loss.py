@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +21,6 @@ from transformers import PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
-from llmtrain.model.documents import on
 from llmtrain.model.head import Head, has_router_loss
 from llmtrain.types import NOT_TRAINED
 
@@ -179,18 +177,6 @@ def _bare(module: nn.Module | None) -> nn.Module | None:
     leaves both with the rest of the model.
     """
     return None if hasattr(module, "original_module") else module
-
-
-def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:
-    """Return the keywords of `LossModule.forward` for labels that are on the host.
-
-    labels: (B, T) int64
-    whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
-    """
-    flat = None if whole else np.flatnonzero(labels != NOT_TRAINED)
-    whole = flat is None or len(flat) == labels.size
-    trained = None if whole else on(device, flat)
-    return {"labels": on(device, labels), "all_trained": whole, "trained": trained}
 
 
 def made_up_batch(rows: int, seq_len: int, vocabulary: int, device: torch.device) -> Tensor:

@@ -36,6 +36,7 @@ WORDS = {
     "save_failed": "A checkpoint could not be saved",
     "saving_in_line": "Checkpoints are saved while the training waits",
     "status_not_written": "status.json could not be written",
+    "threads_changed": "Another number of threads computes, so the last bits may differ",
     "tracker_failed": "A tracker failed",
     "tracker_recovered": "A tracker works again",
     "untrained_blocks": "Blocks had no token to train",

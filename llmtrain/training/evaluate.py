@@ -18,10 +18,9 @@ from llmtrain import faults, heartbeat
 from llmtrain.data.heldout_set import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
-from llmtrain.model.loss import target_keywords
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
-from llmtrain.training.step import flags, hide
+from llmtrain.training.step import flags, hide, target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 

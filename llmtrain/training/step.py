@@ -16,9 +16,8 @@ from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
-from llmtrain.model.loss import target_keywords
 from llmtrain.training.run.run import Run
-from llmtrain.types import Batch, Flags, StepVector
+from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
 
 def begin(run: Run, step: int) -> None:
@@ -85,6 +84,20 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     if batch.starts is None:  # documents may attend to each other
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+
+
+def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:
+    """Return the keywords of `LossModule.forward` for labels that are on the host.
+
+    labels: (B, T) int64
+    whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
+    """
+    found: dict[str, Any] = {"labels": on(device, labels), "all_trained": True}
+    if not whole:
+        flat = np.flatnonzero(labels != NOT_TRAINED)
+        if len(flat) < labels.size:
+            found |= {"all_trained": False, "trained": on(device, flat)}
+    return found
 
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:

@@ -25,13 +25,14 @@ from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.model.head import Head, examine
-from llmtrain.model.loss import LossModule, target_keywords
+from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
 from llmtrain.tools.use.load import Opened
 from llmtrain.training.evaluate import by_source, result, totals
 from llmtrain.training.start.kernel import FROZEN
 from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
+from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation
 
 if TYPE_CHECKING:
