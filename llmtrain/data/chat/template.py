@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.data.chat.rendering import FAILURES, Conversation, Text, loop_context, rewrite
 from llmtrain.data.chat.rows import REASONING, BadRowError, Message
 from llmtrain.errors import Problem, UserError, first_line
 
@@ -34,11 +35,6 @@ _SPECIAL = (
     *("bos_token", "eos_token", "unk_token", "sep_token"),
     *("pad_token", "cls_token", "mask_token"),
 )
-# What a template raises when a message is not as it expects, besides jinja2's own errors.
-_FAILURES = (
-    *(TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError, NotImplementedError),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +52,15 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
         """Return the text of a conversation. Raises BadRowError if the template cannot write it."""
-        from jinja2 import TemplateError
+        beginnings = self.beginnings(messages, tools)
+        return str(beginnings.render(len(messages), add_generation_prompt))
 
+    def beginnings(self, messages: Sequence[Message], tools: Tools) -> Beginnings:
+        """Return what renders the beginnings of a conversation."""
         use = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
-        try:
-            return _compile(self.sources[use], self.date).render({
-                **self.variables,
-                "messages": [_with_reasoning(message) for message in messages],
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            })  # fmt: skip
-        except (TemplateError, *_FAILURES) as error:
-            why = f"the template cannot render it: {first_line(error)}"
-            raise BadRowError("template", why) from error
+        variables = {**self.variables, "tools": tools, "documents": None}
+        own = [_with_reasoning(message) for message in messages]
+        return Beginnings(_compile(self.sources[use], self.date), variables, own)
 
     @property
     def text(self) -> str:
@@ -162,6 +153,20 @@ def _with_reasoning(message: Message) -> Message:
     return message
 
 
+class Beginnings(Conversation):
+    """Renders the beginnings of a conversation; what a template cannot render is a bad row."""
+
+    def render(self, count: int, add_generation_prompt: bool) -> Text:
+        """Return the text of the first `count` messages. Raises BadRowError."""
+        from jinja2 import TemplateError
+
+        try:
+            return Conversation.render(self, count, add_generation_prompt)
+        except (TemplateError, *FAILURES) as error:
+            why = f"the template cannot render it: {first_line(error)}"
+            raise BadRowError("template", why) from error
+
+
 def _check_syntax(source: str, date: str) -> None:
     from jinja2 import TemplateSyntaxError
 
@@ -174,6 +179,7 @@ def _check_syntax(source: str, date: str) -> None:
 
 @lru_cache(maxsize=16)
 def _compile(source: str, date: str) -> jinja2.Template:
+    import jinja2
     from jinja2.ext import loopcontrols
 
     environment = _sandbox()(
@@ -184,9 +190,14 @@ def _compile(source: str, date: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = clock.strftime
     environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _namespace()
-    template = environment.from_string(source)
-    template.globals = dict(template.globals)  # each render copies them, a ChainMap slowly
+    tree = environment.parse(source)
+    rewrite(tree)
+    tree.set_environment(environment)
+    # The globals as a dict: each rendering copies them, a ChainMap slowly.
+    template = jinja2.Template.from_code(
+        environment, environment.compile(tree), dict(environment.globals)
+    )
+    template.root_render_func.__globals__["LoopContext"] = loop_context()
     return template
 
 
@@ -248,27 +259,6 @@ class _Dict:
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
         """Return what `dict.fromkeys` returns."""
         return dict.fromkeys(*args)
-
-
-@lru_cache(maxsize=1)
-def _namespace() -> Callable[..., Any]:
-    """Return `namespace` for templates: it refuses names that begin with an underscore."""
-    from jinja2.exceptions import SecurityError
-    from jinja2.utils import Namespace
-
-    class Checked(Namespace):
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
-            self, args = args[0], args[1:]
-            Namespace.__init__(self)
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise SecurityError(f"a namespace has no attribute {name!r}")
-            Namespace.__setitem__(self, name, value)
-
-    return Checked
 
 
 @lru_cache(maxsize=1)
