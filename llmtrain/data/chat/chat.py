@@ -28,6 +28,7 @@ from llmtrain.data.chat.mask import (
     token_sequence,
 )
 from llmtrain.data.chat.probe_rows import PROBES
+from llmtrain.data.chat.rendering import MANY
 from llmtrain.data.chat.rows import BadRowError, Example, Message
 from llmtrain.data.chat.template import Template, Tools, has_template, open_template
 from llmtrain.data.chat.too_long import split, truncate
@@ -232,9 +233,14 @@ class Chat:
     def _render_turns(
         self, messages: Sequence[Message], tools: Tools, trained: list[int], counts: Counter[str]
     ) -> Iterator[TokenSequence]:
+        hopeless, truncated = self._is_hopeless(messages), self.settings.too_long == "truncate"
+        if truncated and self.settings.rewritten_history != "last":
+            last = next(filter(hopeless, trained), trained[-1])  # of its answer nothing is left
+            within = trained[: trained.index(last) + 1]
+        else:
+            within = trained
         beginnings = self._template.beginnings(messages, tools)
-        hopeless = self._is_hopeless(messages)
-        turns, given_up = find_turns(beginnings, messages, trained, self._end, hopeless)
+        turns = find_turns(beginnings, messages, within, self._end, hopeless)
         groups = group(turns)
         counts["rewritten"] += len(groups) - 1
         if len(groups) > 1 and self.settings.rewritten_history == "error":
@@ -242,26 +248,27 @@ class Chat:
             raise BadRowError("rewritten_history", why + "split or last")
         if self.settings.rewritten_history == "last":
             groups = groups[-1:]
-        else:
-            counts["dropped"] += given_up
-        limit = self.seq_len if self.settings.too_long == "truncate" else math.inf
+        elif len(groups) > 1:  # else they would be the end of one that is truncated
+            counts["dropped"] += len(trained) - len(turns)
+        limit = self.seq_len if truncated else math.inf
         for turns in groups:
             yield from to_sequences(self._encoder, turns, self._end, counts, limit)
 
     def _is_hopeless(self, messages: Sequence[Message]) -> Callable[[int], bool]:
-        """Return whether the texts of the messages before one are too long already.
+        """Return whether the texts of the many messages before one are too long already.
 
         Its prompt is longer still, whatever the template puts around them.
         """
-        ids = seen = 0
+        ids = [0]  # of the texts before each message
 
         def is_hopeless(index: int) -> bool:
-            nonlocal ids, seen
-            for message in messages[seen:index]:
+            if index < MANY:  # they cost more to look at than to render
+                return False
+            for message in messages[len(ids) - 1 : index]:
                 text = split_reasoning(message)[1].strip()
-                ids += len(self._encoder.encode(text, "glued").ids) - 1  # one may merge with others
-            seen = index
-            return ids > self.seq_len
+                more = len(self._encoder.encode(text, "glued").ids) - 1  # one may merge with others
+                ids.append(ids[-1] + more)
+            return ids[index] > self.seq_len
 
         return is_hopeless
 

@@ -70,12 +70,12 @@ def find_turns(
     trained: Sequence[int],
     end: EndOfTurn,
     hopeless: Callable[[int], bool],
-) -> tuple[list[Turn], int]:
-    """Return the turns at these indices of messages, in order, and how many were given up.
+) -> list[Turn]:
+    """Return the turns at these indices of messages, in order.
 
     beginnings: renders them
-    hopeless: whether the prompt of the turn at an index is too long in any case. Then the turns
-        from the next one on are given up, if it takes all of its messages to render a turn.
+    hopeless: whether the prompt of the turn at an index is too long in any case. Later turns are
+        left out, if the template has to be run on all messages for each of them.
     Raises BadRowError if the template cannot render one, drops text, or does not write the prompt
     in front of the answer.
     """
@@ -84,7 +84,7 @@ def find_turns(
     checked, before = 0, _NOTHING
     if len(trained) >= _WORTH_NOTING:
         beginnings.note(trained[-1] + 1)
-    for place, index in enumerate(trained):
+    for index in trained:
         number = assistants[index]
         prompt = beginnings.render(index, True)
         whole = beginnings.render(index + 1, False)
@@ -95,8 +95,8 @@ def find_turns(
         _require_answer(turn, messages[index])
         found.append(turn)
         if beginnings.slow and hopeless(index):
-            return found, len(trained) - place - 1
-    return found, 0
+            break
+    return found
 
 
 def group(turns: Sequence[Turn]) -> list[list[Turn]]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
     from jinja2.utils import Namespace
 
+MANY = 64  # messages, from which on it is a slow rendering that runs all rounds
 # What a template raises when a message is not as it expects, besides jinja2's own errors.
 FAILURES = (
     *(TypeError, ValueError, LookupError, AttributeError),
@@ -47,7 +48,6 @@ FAILURES = (
 )
 # Rounds in one rendering that are far more than a template needs; they take about a second.
 _ROUNDS, _ROUNDS_A_MESSAGE = 5_000_000, 1_000
-_MANY = 64  # messages, from which on a rendering in which all rounds were run is a slow one
 _KEPT_CHARACTERS = 1 << 26  # that namespaces held in all rounds, at most
 _STATEFUL = ("cycler", "joiner", "lipsum")  # functions that give something else each time
 _TURNS, _LOOK, _OVER, _TICK = "__turns", "__look", "__over", "__tick"  # names of no template
@@ -120,7 +120,7 @@ class Conversation:
             return Text(noted.text, len(noted.text), "")
         run = _Run(self._compiled, self._messages[:count], noted)
         self._write(run, add_generation_prompt)
-        self.slow = count > _MANY and run.rounds > count // 2
+        self.slow = count > MANY and run.rounds > count // 2
         return Text(noted.text, run.shared, "".join(run.pieces))
 
     def note(self, count: int) -> None:
