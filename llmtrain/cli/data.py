@@ -93,7 +93,7 @@ def tokenize(
         loaded = load_config(config, overrides or [])
         from llmtrain.tools.data.tokenize import tokenize as write  # imports torch
 
-        result = write(loaded, out, jobs or cores(), told)
+        result = write(loaded, out, jobs or cores().count, told)
     _show(result, as_json, out)
 
 
@@ -115,7 +115,7 @@ def repack(
     with _interruptible():
         from llmtrain.tools.data.repack import repack as write
 
-        result = write(path, out, row_group_mb, text_column, jobs or cores(), told)
+        result = write(path, out, row_group_mb, text_column, jobs or cores().count, told)
     _show(result, as_json, out)
 
 

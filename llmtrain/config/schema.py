@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from llmtrain.types import Algorithm
 
 
-def _at_most(most: float, **limits: float) -> Any:
+def _at_most(most: float, **limits: Any) -> Any:
     """Return the limits of a number. Its upper one is far above any use, so words leave it out."""
     return Field(le=most, json_schema_extra={"generous": True}, **limits)
 
@@ -212,6 +212,10 @@ class TrainingConfig(Section):
     """Factor of logsumexp² of the logits, which keeps them small; not in the logged loss."""
     max_skipped_in_a_row: Annotated[Positive, EXPERT] = 5
     """This many skipped updates in a row end the run."""
+    threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | Auto, EXPERT] = "auto"
+    """Threads that a process computes with on its CPUs; auto = `OMP_NUM_THREADS` where you have set
+    it, else the process's share of the cores that it may use. Frozen for launches of the same kind.
+    """
     deterministic: Annotated[bool, EXPERT] = False
     """Whether only operations that give equal bits each time are used, on CUDA too, where they are
     slower.

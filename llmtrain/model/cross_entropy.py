@@ -12,6 +12,10 @@ The gradients are made in the forward, because the logits would otherwise be mad
 softmax, in the place of the logits, serves loss and gradient: max z − log max p is logsumexp, as
 accurate as one that is computed apart. Products take the compute dtype, as in `F.linear` under
 autocast. Softmax, loss, dx and the sum of dW are fp32.
+
+Only trained positions are in the chunks. In a conversation most are not: the head takes a share of
+its time that is theirs. Their numbers are known where the batch was made, on the host; to look for
+them on a GPU would make the host wait.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     all_trained: bool = False,
+    trained: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of `softcap(scale · (hidden·weightᵀ + bias))`: () fp32, nats.
@@ -60,12 +65,14 @@ def linear_cross_entropy(
     token_weights: (…) fp32, factors of the positions' losses.
     softcap: c of c · tanh(z / c).
     z_loss: adds the gradient of z_loss · logsumexp², but nothing to the result.
-    all_trained: whether no label is `NOT_TRAINED`, which saves a pass over the logits.
+    all_trained: whether no label is `NOT_TRAINED`.
+    trained: (n,) int64, the positions in the flat labels that have a loss; None = they are all, or
+        are looked for, which waits for a GPU.
     chunk_rows: rows whose logits are in memory at once; None = chosen by device and V.
 
     The result has one backward, which fails if it is called again. From fp64 it is fp64.
     """
-    settings = _Settings(scale, softcap, z_loss, all_trained, chunk_rows)
+    settings = _Settings(scale, softcap, z_loss, all_trained, trained, chunk_rows)
     if torch.is_grad_enabled():
         return _sum(hidden, weight, bias, labels, token_weights, settings)
     rows = _in_rows(hidden, weight, bias, labels, token_weights, settings)
@@ -80,15 +87,17 @@ def token_losses(
     bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    all_trained: bool = False,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each position in nats, fp32 in the shape of `labels`; no gradient.
 
-    It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`.
+    It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`, where
+    the arguments are explained.
     """
+    settings = _Settings(scale, softcap, 0.0, all_trained, trained, None)
     with torch.no_grad():
-        rows = _in_rows(
-            hidden, weight, bias, labels, None, _Settings(scale, softcap, 0.0, False, None)
-        )
+        rows = _in_rows(hidden, weight, bias, labels, None, settings)
         return _losses(rows, _NOTHING)[0].view(labels.shape)
 
 
@@ -102,19 +111,23 @@ class _Settings(NamedTuple):
     softcap: float | None
     z_loss: float
     all_trained: bool
+    trained: Tensor | None
     chunk_rows: int | None
 
 
 class _Rows(NamedTuple):
     """The positions in a row, and the head, in the dtype of the products.
 
-    hidden: (N, h); weight: (V, h); bias: (V,); labels, factors: (N, 1); factors None = all are 1
+    hidden: (N, h); weight: (V, h); bias: (V,)
+    trained: (n,), the positions with a loss; None = all N have one
+    labels, factors: (n, 1), of the trained positions; factors None = all are 1
     wide: the dtype of everything but the products: fp32, or fp64 as hidden
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    trained: Tensor | None
     labels: Tensor
     factors: Tensor | None
     wide: torch.dtype
@@ -133,17 +146,20 @@ def _in_rows(
         raise TypeError("the head's weight is sharded: it must be gathered before its loss")
     dtype = _compute_dtype(hidden)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    column, factors = labels.reshape(-1, 1), None
-    if not settings.all_trained:
-        factors = (column != NOT_TRAINED).to(wide)
-        column = column.clamp(min=0)
-    if token_weights is not None:
-        weights = token_weights.reshape(-1, 1)
-        factors = weights if factors is None else factors * weights
+    column, index = labels.reshape(-1, 1), settings.trained
+    factors = None if token_weights is None else token_weights.reshape(-1, 1)
+    if index is None and not settings.all_trained:
+        index = (column[:, 0] != NOT_TRAINED).nonzero()[:, 0]
+    if index is not None and index.shape[0] == column.shape[0]:
+        index = None
+    if index is not None:
+        column = column[index]
+        factors = None if factors is None else factors[index]
     return _Rows(
         hidden.flatten(0, -2).to(dtype),
         weight.to(dtype),
         None if bias is None else bias.to(wide),
+        index,
         column,
         factors,
         wide,
@@ -218,12 +234,14 @@ def _casts(device: str) -> bool:
 
 
 def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
-    """Return the loss of each row, times its factor, (N, 1) fp32, and the wanted gradients.
+    """Return the loss of each position, times its factor, (N, 1) fp32, and the wanted gradients.
 
     Not many rows are one chunk, and then one piece, without views of parts and without room that is
     made before: a small model's step would pay for these.
     """
-    device, count = rows.hidden.device.type, rows.labels.shape[0]
+    device, count, trained = rows.hidden.device.type, rows.labels.shape[0], rows.trained
+    if count == 0:
+        return _without_rows(rows, wanted)
     most, made = chunk_of(device), _Made()
     with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
         vocabulary = rows.weight.shape[0]
@@ -233,11 +251,16 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
         several = size < count
         logits = rows.hidden.new_empty(size, vocabulary, dtype=products) if several else None
         room = None if products == wide else _room(rows, min(size, piece))
-        if several and wanted.hidden:
+        if wanted.hidden and trained is not None:
+            made.hidden = torch.zeros_like(rows.hidden, dtype=wide)
+        elif wanted.hidden and several:
             made.hidden = torch.empty_like(rows.hidden, dtype=wide)
         losses: list[Tensor] = []
-        parts = _split(size, rows.hidden, rows.labels, rows.factors, made.hidden)
-        for x, labels, factors, dx in parts:
+        x_or_at, in_place = (rows.hidden, made.hidden) if trained is None else (trained, None)
+        for x, labels, factors, dx in _split(size, x_or_at, rows.labels, rows.factors, in_place):
+            at = None
+            if trained is not None:
+                at, x = x, rows.hidden.index_select(0, x)
             z = _product(x, rows.weight.t(), products, _first(logits, x))
             narrow = products != x.dtype and any(wanted)
             dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
@@ -245,14 +268,35 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
             losses += (_piece(rows, room, *one) for one in pieces)
             if wanted.hidden:
                 dx = _product(dz, rows.weight, wide, dx)
+                if made.hidden is not None and at is not None:
+                    made.hidden.index_copy_(0, at, dx)
             if wanted.weight:
                 made.weight = _add_product(dz.t(), x, made.weight, wide, room)
             if wanted.bias:
                 summed = dz.sum(0, dtype=wide)
                 made.bias = summed if made.bias is None else made.bias + summed
-        if not several:
+        if trained is None and not several:
             made.hidden = dx
-        return (torch.cat(losses) if len(losses) > 1 else losses[0]), made
+        each = torch.cat(losses) if len(losses) > 1 else losses[0]
+        return (each if trained is None else _spread(each, trained, rows)), made
+
+
+def _without_rows(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
+    """Return what `_losses` does where no position is trained.
+
+    The gradients are zeros, not missing ones: in their backward the ranks wait for each other.
+    """
+    operands = zip((rows.hidden, rows.weight, rows.bias), wanted, strict=True)
+    zeros = [
+        torch.zeros_like(one, dtype=rows.wide) if one is not None and asked else None
+        for one, asked in operands
+    ]
+    return rows.hidden.new_zeros(rows.hidden.shape[0], 1, dtype=rows.wide), _Made(*zeros)
+
+
+def _spread(each: Tensor, trained: Tensor, rows: _Rows) -> Tensor:
+    """Return the losses of the trained positions among those of all, which are 0: (N, 1)."""
+    return each.new_zeros(rows.hidden.shape[0], 1).index_copy_(0, trained, each)
 
 
 def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:

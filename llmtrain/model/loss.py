@@ -68,6 +68,7 @@ class LossModule(nn.Module):
         all_logits: bool = False,
         each: bool = False,
         all_trained: bool = False,
+        trained: Tensor | None = None,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -79,6 +80,8 @@ class LossModule(nn.Module):
             attention.
         max_length: at least the longest document's length; only for `llmtrain` attention.
         all_trained: whether no label is `NOT_TRAINED`, where the caller knows it.
+        trained: (n,) int64, the positions in the flat labels that have a loss, where the caller
+            knows them. No other reaches the head.
 
         Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
         of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
@@ -90,16 +93,19 @@ class LossModule(nn.Module):
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
             return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
-        return self._from_hidden(hidden, labels, each, all_trained)
+        known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
+        return self._from_hidden(hidden, labels, each, known)
 
-    def _from_hidden(self, hidden: Tensor, labels: Tensor, each: bool, all_trained: bool) -> Tensor:
-        """Return the loss of the decoder's output, (B, T, h)."""
+    def _from_hidden(
+        self, hidden: Tensor, labels: Tensor, each: bool, known: dict[str, Any]
+    ) -> Tensor:
+        """Return the loss of the decoder's output, (B, T, h). known: of which positions."""
         assert self.head is not None
         head, projection = self.head, self._projection[0]
         weight, bias = projection.weight, projection.bias
         plain: dict[str, Any] = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
         if each:
-            return token_losses(hidden, weight, labels, **plain)
+            return token_losses(hidden, weight, labels, **known, **plain)
         if self._kernel == "torch":
             return F.linear_cross_entropy(
                 hidden.flatten(0, -2),
@@ -109,9 +115,7 @@ class LossModule(nn.Module):
                 reduction="sum",
                 ignore_index=NOT_TRAINED,
             )
-        return linear_cross_entropy(
-            hidden, weight, labels, z_loss=self._z_loss, all_trained=all_trained, **plain
-        )
+        return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **known, **plain)
 
     def _from_logits(
         self, output: Any, labels: Tensor | None, all_logits: bool, each: bool

@@ -37,6 +37,7 @@ WORDS = {
     "saving_in_line": "Checkpoints are saved while the training waits",
     "start_refused": "A start was refused, which changed nothing",
     "status_not_written": "status.json could not be written",
+    "threads_changed": "Another number of threads computes, so the last bits may differ",
     "tracker_failed": "A tracker failed",
     "tracker_recovered": "A tracker works again",
     "untrained_blocks": "Blocks had no token to train",

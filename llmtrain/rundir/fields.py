@@ -26,6 +26,7 @@ FIELDS = {
         "run_id": "the same for all starts of a run",
         "world_size": "number of processes",
         "strategy": "`ddp`, `fsdp2`, `zero3` …",
+        "threads": "of rank 0 on its CPUs",
         "device": "name of rank 0's device",
         "device_type": "`cuda` or `cpu`",
         "micro_batch_size": "blocks of a micro-batch",

@@ -20,7 +20,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
-from llmtrain.training.step import flags, hide
+from llmtrain.training.step import flags, hide, target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 
@@ -62,13 +62,13 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     blocks = [heldout.block(g, seq_len) for g in mine]
     ids, labels, starts = zip(*blocks, strict=True)
     inputs = on(run.device, np.stack(ids)[:, :-1].astype(np.int64))
-    targets = on(run.device, np.stack(labels))
+    targets = target_keywords(np.stack(labels), run.device, whole=False)
     hidden = hide(run, starts) if run.data.manifest.document_mask else {}
-    each = run.model(inputs, targets, each=True, **hidden)
+    each = run.model(inputs, each=True, **targets, **hidden)
     if not sources:
-        return totals(each, targets)
+        return totals(each, targets["labels"])
     owners = on(run.device, np.stack([heldout.block_parts(g, seq_len) for g in mine]))
-    return by_source(each, targets, owners, sources)
+    return by_source(each, targets["labels"], owners, sources)
 
 
 def totals(each: Tensor, targets: Tensor) -> Tensor:

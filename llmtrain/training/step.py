@@ -17,7 +17,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, on
 from llmtrain.training.run.run import Run
-from llmtrain.types import Batch, Flags, StepVector
+from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
 
 def begin(run: Run, step: int) -> None:
@@ -74,17 +74,30 @@ def _scale(ranks: int, tokens: int, device: torch.device) -> Tensor:
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
     ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
-    labels = on(run.device, batch.labels)
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
-    split = [(ids, labels)] if len(parts) == 1 else [(ids[part], labels[part]) for part in parts]
     rows: list[dict[str, Any]] = [
-        {"input_ids": x, "labels": y, "all_trained": whole} for x, y in split
+        {"input_ids": ids[part]} | target_keywords(batch.labels[part], run.device, whole=whole)
+        for part in parts
     ]
     if batch.starts is None:  # documents may attend to each other
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+
+
+def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:
+    """Return the keywords of `LossModule.forward` for labels that are on the host.
+
+    labels: (B, T) int64
+    whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
+    """
+    found: dict[str, Any] = {"labels": on(device, labels), "all_trained": True}
+    if not whole:
+        flat = np.flatnonzero(labels != NOT_TRAINED)
+        if len(flat) < labels.size:
+            found |= {"all_trained": False, "trained": on(device, flat)}
+    return found
 
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,165 @@ def test_cores_are_those_this_process_may_use():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert processes.cores() == 1
+        found = processes.cores()
+        assert found.count == 1
+        installed = os.cpu_count() or 1
+        assert installed == 1 or found.why.startswith(f"1 of {installed} CPU cores, to which")
     finally:
         os.sched_setaffinity(0, before)
+
+
+def machine(root: Path, groups: str, mounts: str, **files: str) -> Path:
+    """The files of a machine that say what may be used; `files`: under /sys/fs/cgroup."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(groups)
+    (root / "proc/self/mountinfo").write_text(mounts)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2 = "31 23 0:28 / /sys/fs/cgroup ro,nosuid - cgroup2 cgroup rw,nsdelegate\n"
+V1 = "33 31 0:30 {part} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
+QUOTAS = {
+    "v2, in a container": ("0::/\n", V2, {"cpu.max": "200000 100000\n"}, 2),
+    "v2, no limit": ("0::/\n", V2, {"cpu.max": "max 100000\n"}, 64),
+    "v2, a part of a processor": ("0::/\n", V2, {"cpu.max": "50000 100000\n"}, 1),
+    "v2, three and a half": ("0::/\n", V2, {"cpu.max": "350000 100000\n"}, 3),
+    "v2, a group above it": (
+        "0::/jobs/one\n",
+        V2,
+        {"jobs/one/cpu.max": "800000 100000\n", "jobs/cpu.max": "400000 100000\n"},
+        4,
+    ),
+    "v2, the root, which has no limit": ("0::/\n", V2, {}, 64),
+    "v1, in a container, by its path on the host": (
+        "9:name=systemd:/docker/ab\n4:cpu,cpuacct:/docker/ab\n",
+        V1.format(part="/docker/ab"),
+        {
+            "cpu,cpuacct/cpu.cfs_quota_us": "300000\n",
+            "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        },
+        3,
+    ),
+    "v1, no limit": (
+        "4:cpu,cpuacct:/\n",
+        V1.format(part="/"),
+        {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+        64,
+    ),
+    "v1, a path that is not mounted": (
+        "4:cpu,cpuacct:/kubepods/pod\n",
+        V1.format(part="/"),
+        {
+            "cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
+            "cpu,cpuacct/cpu.cfs_period_us": "50000\n",
+        },
+        5,
+    ),
+    "more than there are": ("0::/\n", V2, {"cpu.max": "9900000 100000\n"}, 64),
+    "no control groups": ("", "", {}, 64),
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "files", "expected"), QUOTAS.values(), ids=list(QUOTAS)
+)
+def test_the_cpu_quota_of_a_container_counts_as_cores(
+    tmp_path, monkeypatch, groups, mounts, files, expected
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
+    found = processes.cores(machine(tmp_path, groups, mounts, **files))
+    assert found.count == expected
+    assert ("may use" in found.why) == (expected < 64)
+
+
+def test_without_files_of_the_kernel_all_cores_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert processes.cores(tmp_path) == processes.Cores(8, "8 CPU cores")
+
+
+OMP = {"OMP_NUM_THREADS": "1"}
+TORCHRUN, ACCELERATE = {"TORCHELASTIC_RUN_ID": "none"}, {"ACCELERATE_DYNAMO_MODE": "default"}
+SHELL = ({"HOME": "/root"}, ["bash"])
+LAUNCHES = {
+    "a shell, by hand": (OMP, [SHELL], True),
+    "a container's image": (OMP, [(OMP, ["bash"]), (OMP, ["sh"])], True),
+    "torchrun, which chose it": (OMP | TORCHRUN, [({}, ["torchrun"]), SHELL], False),
+    "torchrun, told by the user": (OMP | TORCHRUN, [(OMP, ["torchrun"]), SHELL], True),
+    "accelerate, which chose it": (
+        OMP | ACCELERATE,
+        [({}, ["accelerate", "launch"]), SHELL],
+        False,
+    ),
+    "accelerate, told by the user": (OMP | ACCELERATE, [(OMP, ["accelerate"]), SHELL], True),
+    "accelerate, told by an option": (
+        OMP | ACCELERATE,
+        [({}, ["accelerate", "launch", "--num_cpu_threads_per_process=1"]), SHELL],
+        True,
+    ),
+    "torchrun, through a script of the user's": (
+        OMP | TORCHRUN,
+        [(OMP | TORCHRUN, ["bash", "wrapper.sh"]), ({}, ["torchrun"]), SHELL],
+        False,
+    ),
+    "a script of the user's that sets it": (OMP, [({}, ["python", "sweep.py"]), SHELL], True),
+    "under a launcher that may not be read": (OMP | TORCHRUN, [], False),
+    "another number under such a one": (
+        {"OMP_NUM_THREADS": "4"} | TORCHRUN,
+        [],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("env", "above", "own"), LAUNCHES.values(), ids=list(LAUNCHES))
+def test_a_number_of_threads_is_the_users_unless_a_launcher_chose_it(monkeypatch, env, above, own):
+    monkeypatch.setattr(processes, "ancestors", lambda: iter(above))
+    monkeypatch.setattr(processes, "cores", lambda: processes.Cores(6, "6 CPU cores"))
+    assert processes.set_by_user(env) is own
+    found = processes.decide_threads("auto", None, env | {"LOCAL_WORLD_SIZE": "2"})
+    number = int(env["OMP_NUM_THREADS"])
+    if own:
+        assert found == processes.Threads(number, "OMP_NUM_THREADS")
+    else:
+        assert found == processes.Threads(3, "1/2 of 6 CPU cores")
+
+
+def test_threads_are_those_of_the_config_then_the_user_then_earlier_launches(monkeypatch):
+    monkeypatch.setattr(processes, "ancestors", lambda: iter([SHELL]))
+    monkeypatch.setattr(processes, "cores", lambda: processes.Cores(2, "2 CPU cores"))
+    decide = processes.decide_threads
+    assert decide(5, 3, {"OMP_NUM_THREADS": "4"}) == processes.Threads(5, "training.threads")
+    assert decide("auto", 3, {"OMP_NUM_THREADS": "4,2"}).count == 4
+    assert decide("auto", 3, {}).count == 3
+    for unusable in ("", "0", "many"):
+        assert decide("auto", None, {"OMP_NUM_THREADS": unusable}).count == 2
+    assert decide("auto", None, {"LOCAL_WORLD_SIZE": "8"}).count == 1
+
+
+@pytest.mark.launches
+def test_ancestors_are_seen_as_they_began():
+    inner = (
+        "from llmtrain.processes import ancestors; (env, command), *_ = ancestors();"
+        "print(env.get('MARK'), command[-1])"
+    )
+    outer = (
+        "import os, subprocess, sys; os.environ['MARK'] = 'changed';"
+        f"subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", outer],
+        env={**os.environ, "MARK": "first"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("first import os")
 
 
 def test_a_hangup_that_nohup_ignores_asks_for_nothing():

@@ -6,8 +6,9 @@ it makes of a row depends on these and on its `Settings` alone, so all of them a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +23,12 @@ from llmtrain.data.chat.mask import (
     TokenSequence,
     find_turns,
     group,
+    split_reasoning,
     to_sequences,
     token_sequence,
 )
 from llmtrain.data.chat.probe_rows import PROBES
+from llmtrain.data.chat.rendering import MANY
 from llmtrain.data.chat.rows import BadRowError, Example, Message
 from llmtrain.data.chat.template import Template, Tools, has_template, open_template
 from llmtrain.data.chat.too_long import split, truncate
@@ -131,10 +134,9 @@ class Chat:
         """
         counts: Counter[str] = Counter()
         try:
-            pieces = self._pieces(example, counts)
+            pieces = [self._shorten(piece, counts) for piece in self._pieces(example, counts)]
         except RecursionError:
             raise BadRowError("json", "its tools or tool calls are nested too deeply") from None
-        pieces = [self._shorten(piece, counts) for piece in pieces]
         found = tuple(one for piece in pieces for one in piece)
         counts["untrained"] += not pieces
         counts["sequences"] = len(found)
@@ -199,21 +201,29 @@ class Chat:
             turns = turns[-1:]
         return [n for n in turns if n > 0 and n not in example.untrained]
 
-    def _pieces(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
+    def _pieces(self, example: Example, counts: Counter[str]) -> Sequence[Iterable[TokenSequence]]:
         """Return the sequences of each piece, which may be too long."""
         if example.text is None:
             return self._of_messages(example, counts)
         return [] if example.untrained else [self._of_strings(*example.text, counts)]
 
-    def _of_messages(self, example: Example, counts: Counter[str]) -> list[list[TokenSequence]]:
+    def _of_messages(
+        self, example: Example, counts: Counter[str]
+    ) -> Sequence[Iterable[TokenSequence]]:
         """Return the sequences of a conversation, of each piece if it is split."""
         trained = self._turns_to_train(example)
         if not trained:
             return []
         messages, tools = self._mark_control(example.messages, example.tools, prompt=False)
+        if self.settings.too_long != "split":
+            return [self._render_turns(messages, tools, trained, counts)]
         first: Counter[str] = Counter()
-        found = self._render_turns(messages, tools, trained, first)
-        if self.settings.too_long != "split" or not any(map(self._is_too_long, found)):
+        found: list[TokenSequence] = []
+        for one in self._render_turns(messages, tools, trained, first):
+            found.append(one)
+            if self._is_too_long(one):
+                break
+        else:
             counts.update(first)
             return [found]
         pieces = split(messages, lambda kept: self._fits([messages[n] for n in kept], tools))
@@ -227,16 +237,45 @@ class Chat:
 
     def _render_turns(
         self, messages: Sequence[Message], tools: Tools, trained: list[int], counts: Counter[str]
-    ) -> list[TokenSequence]:
-        groups = group(find_turns(self._writer(tools), messages, trained, self._end))
+    ) -> Iterator[TokenSequence]:
+        hopeless, truncated = self._is_hopeless(messages), self.settings.too_long == "truncate"
+        if truncated and self.settings.rewritten_history != "last":
+            last = next(filter(hopeless, trained), trained[-1])  # of its answer nothing is left
+            within = trained[: trained.index(last) + 1]
+        else:
+            within = trained
+        beginnings = self._template.beginnings(messages, tools)
+        turns = find_turns(beginnings, messages, within, self._end, hopeless)
+        groups = group(turns)
         counts["rewritten"] += len(groups) - 1
         if len(groups) > 1 and self.settings.rewritten_history == "error":
             why = "the template writes an answer differently as history; chat.rewritten_history="
             raise BadRowError("rewritten_history", why + "split or last")
         if self.settings.rewritten_history == "last":
             groups = groups[-1:]
-        found = (to_sequences(self._encoder, turns, self._end, counts) for turns in groups)
-        return [one for sequences in found for one in sequences]
+        elif len(groups) > 1:  # else they would be the end of one that is truncated
+            counts["dropped"] += len(trained) - len(turns)
+        limit = self.seq_len if truncated else math.inf
+        for turns in groups:
+            yield from to_sequences(self._encoder, turns, self._end, counts, limit)
+
+    def _is_hopeless(self, messages: Sequence[Message]) -> Callable[[int], bool]:
+        """Return whether the texts of the many messages before one are too long already.
+
+        Its prompt is longer still, whatever the template puts around them.
+        """
+        ids = [0]  # of the texts before each message
+
+        def is_hopeless(index: int) -> bool:
+            if index < MANY:  # they cost more to look at than to render
+                return False
+            for message in messages[len(ids) - 1 : index]:
+                text = split_reasoning(message)[1].strip()
+                more = len(self._encoder.encode(text, "glued").ids) - 1  # one may merge with others
+                ids.append(ids[-1] + more)
+            return ids[index] > self.seq_len
+
+        return is_hopeless
 
     def _of_strings(
         self, prompt: str, completion: str, counts: Counter[str]
@@ -288,7 +327,7 @@ class Chat:
         return len(sequence.ids) > self.seq_len
 
     def _shorten(
-        self, sequences: Sequence[TokenSequence], counts: Counter[str]
+        self, sequences: Iterable[TokenSequence], counts: Counter[str]
     ) -> list[TokenSequence]:
         """Return the sequences as `chat.too_long` says."""
         found = []

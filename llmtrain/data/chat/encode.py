@@ -131,6 +131,11 @@ class Encoder:
         last = first + len(ids)
         return last if encoded.ids[first:last] == ids else None
 
+    def ids_before(self, encoded: EncodedText, place: int) -> int:
+        """Return how many ids are before the part that a place is in, at least."""
+        n = bisect_right(encoded.parts, place, key=lambda part: part.start) - 1
+        return encoded.firsts[n] if n >= 0 else 0
+
     def _parts(self, text: str, kind: Kind) -> list[Part]:
         if START not in text and END not in text:
             return list(self._between(text, 0, kind))

@@ -22,15 +22,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from llmtrain.data.chat.control import unmark
 from llmtrain.data.chat.encode import Encoder
-from llmtrain.data.chat.end_of_turn import EndOfTurn, Write
+from llmtrain.data.chat.end_of_turn import EndOfTurn
+from llmtrain.data.chat.rendering import Text
 from llmtrain.data.chat.rows import REASONING, BadRowError, Message
+from llmtrain.data.chat.template import Beginnings
 
 _NEEDED = 20  # characters at the end of a message that must be in the text, white space aside
+_NOTHING = Text("", 0, "")
+_WORTH_NOTING = 4  # turns, from which on it is faster to note the rounds of a template
 _SHOWN = 24  # characters of a text in a message
 
 
@@ -55,31 +60,42 @@ class Turn:
     """
 
     number: int
-    prompt: str
-    text: str
+    prompt: Text
+    text: Text
 
 
 def find_turns(
-    write: Write, messages: Sequence[Message], trained: Iterable[int], end: EndOfTurn
+    beginnings: Beginnings,
+    messages: Sequence[Message],
+    trained: Sequence[int],
+    end: EndOfTurn,
+    hopeless: Callable[[int], bool],
 ) -> list[Turn]:
     """Return the turns at these indices of messages, in order.
 
-    write: renders messages
+    beginnings: renders them
+    hopeless: whether the prompt of the turn at an index is too long in any case. Later turns are
+        left out, if the template has to be run on all messages for each of them.
     Raises BadRowError if the template cannot render one, drops text, or does not write the prompt
     in front of the answer.
     """
-    found = []
-    checked, before = 0, ""
+    found: list[Turn] = []
+    assistants = list(accumulate(message["role"] == "assistant" for message in messages))
+    checked, before = 0, _NOTHING
+    if len(trained) >= _WORTH_NOTING:
+        beginnings.note(trained[-1] + 1)
     for index in trained:
-        number = sum(message["role"] == "assistant" for message in messages[: index + 1])
-        prompt = write(messages[:index], True)
-        whole = write(messages[: index + 1], False)
-        known = checked if prompt.startswith(before) else 0
-        _require_context(prompt, messages[known:index], number)
+        number = assistants[index]
+        prompt = beginnings.render(index, True)
+        whole = beginnings.render(index + 1, False)
+        known, start = (checked, len(before)) if prompt.startswith(before) else (0, 0)
+        _require_context(prompt, start, messages[known:index], number)
         checked, before = index, prompt
         turn = _turn(number, prompt, whole, end)
         _require_answer(turn, messages[index])
         found.append(turn)
+        if beginnings.slow and hopeless(index):
+            break
     return found
 
 
@@ -96,25 +112,30 @@ def group(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def to_sequences(
-    encoder: Encoder, turns: Sequence[Turn], end: EndOfTurn, counts: Counter[str]
-) -> list[TokenSequence]:
-    """Return the sequences of turns that share a text: one, and one for each that straddles."""
-    encoded = encoder.encode(turns[-1].text)
+    encoder: Encoder, turns: Sequence[Turn], end: EndOfTurn, counts: Counter[str], limit: float
+) -> Iterator[TokenSequence]:
+    """Yield the sequences of turns that share a text: one for each that straddles, and one.
+
+    limit: a turn that straddles behind so many ids is dropped
+    """
+    encoded = encoder.encode(str(turns[-1].text))
     trained = [False] * len(encoded.ids)
     last = 0
-    own = []
     for turn in turns:
         first = encoder.boundary(encoded, len(turn.prompt))
         stop = encoder.boundary(encoded, len(turn.text))
         if first is None or stop is None:
-            own.append(_in_two(encoder, turn, end))
+            counts["straddles"] += 1
+            if encoder.ids_before(encoded, len(turn.prompt)) < limit:
+                yield _in_two(encoder, turn, end)
+            else:
+                counts["dropped"] += 1
             continue
         assert encoded.ids[stop - 1] == end.id, "the last token of a turn ends it"
         trained[first:stop] = [True] * (stop - first)
         last = stop
-    counts["straddles"] += len(own)
-    shared = [token_sequence(encoded.ids[:last], trained[:last])] if last else []
-    return [*own, *shared]
+    if last:
+        yield token_sequence(encoded.ids[:last], trained[:last])
 
 
 def token_sequence(ids: list[int], trained: list[bool]) -> TokenSequence:
@@ -124,22 +145,38 @@ def token_sequence(ids: list[int], trained: list[bool]) -> TokenSequence:
 
 def _in_two(encoder: Encoder, turn: Turn, end: EndOfTurn) -> TokenSequence:
     """Return a turn's sequence, its prompt and its answer encoded apart."""
-    prompt = encoder.encode(turn.prompt).ids
-    answer = encoder.encode(turn.text[len(turn.prompt) :], "glued").ids
+    prompt = encoder.encode(str(turn.prompt)).ids
+    answer = encoder.encode(_span(turn), "glued").ids
     assert answer[-1] == end.id, "the last token of a turn ends it"
     return token_sequence([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
-def _turn(number: int, prompt: str, whole: str, end: EndOfTurn) -> Turn:
+def _turn(number: int, prompt: Text, whole: Text, end: EndOfTurn) -> Turn:
     if not whole.startswith(prompt):
-        raise BadRowError("prompt", _difference(number, unmark(prompt), unmark(whole)))
-    if end.lead and whole.startswith(end.lead, len(prompt)):
-        prompt += end.lead
-    stop = end.stop(whole)
+        raise BadRowError("prompt", _difference(number, unmark(str(prompt)), unmark(str(whole))))
+    behind = len(prompt) + len(end.lead)
+    if end.lead and whole.part(len(prompt), behind) == end.lead:
+        prompt = whole.until(behind)
+    stop = _stop(end, whole, len(prompt))
     if stop <= len(prompt):
         why = f"turn {number}: no end-of-turn token after the answer; set chat.end_of_turn"
         raise BadRowError("end_of_turn", why)
-    return Turn(number, prompt, whole[:stop])
+    return Turn(number, prompt, whole.until(stop))
+
+
+def _stop(end: EndOfTurn, whole: Text, prompt: int) -> int:
+    """Return where the last end-of-turn token of a text ends; without one, not behind its prompt.
+
+    Looked through is what is behind the prompt, with as much before it as may belong to the token.
+    """
+    start = max(0, prompt - len(end.text) - 1)
+    found = end.stop(whole.part(start, len(whole)))
+    return start + found if found > 0 else 0
+
+
+def _span(turn: Turn) -> str:
+    """Return what is trained of a turn."""
+    return turn.text.part(len(turn.prompt), len(turn.text))
 
 
 def _difference(number: int, prompt: str, whole: str) -> str:
@@ -153,8 +190,8 @@ def _difference(number: int, prompt: str, whole: str) -> str:
 
 def _require_answer(turn: Turn, message: Message) -> None:
     """Raise BadRowError if a turn's span lacks what the assistant says in it."""
-    span = unmark(turn.text[len(turn.prompt) :])
-    reasoning, answer = _split_reasoning(message)
+    span = unmark(_span(turn))
+    reasoning, answer = split_reasoning(message)
     _require_calls(span, message, turn.number)
     for what, text in (("text", answer), ("reasoning", reasoning)):
         if not _holds(span, text):
@@ -162,12 +199,21 @@ def _require_answer(turn: Turn, message: Message) -> None:
             raise BadRowError("dropped", why)
 
 
-def _require_context(prompt: str, messages: Sequence[Message], number: int) -> None:
-    """Raise BadRowError if a prompt lacks a message, an assistant's reasoning excepted."""
-    prompt = unmark(prompt)
+def _require_context(prompt: Text, start: int, messages: Sequence[Message], number: int) -> None:
+    """Raise BadRowError if a prompt lacks a message, an assistant's reasoning excepted.
+
+    start: where these messages are expected; if one is not there, the rest is looked through, too
+    """
+    try:
+        _require(unmark(prompt.part(start, len(prompt))), messages, number)
+    except BadRowError:
+        _require(unmark(str(prompt)), messages, number)
+
+
+def _require(prompt: str, messages: Sequence[Message], number: int) -> None:
     for message in messages:
         _require_calls(prompt, message, number)
-        if not _holds(prompt, _split_reasoning(message)[1]):
+        if not _holds(prompt, split_reasoning(message)[1]):
             role = message["role"]
             why = f"turn {number}: the template drops the text of a message before it ({role})"
             raise BadRowError("dropped", why)
@@ -181,7 +227,7 @@ def _require_calls(text: str, message: Message, number: int) -> None:
             raise BadRowError("dropped", why)
 
 
-def _split_reasoning(message: Message) -> tuple[str, str]:
+def split_reasoning(message: Message) -> tuple[str, str]:
     """Return the reasoning in a message, and the text after it."""
     content = unmark(message["content"])
     if message["role"] != "assistant":

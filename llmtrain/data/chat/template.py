@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.data.chat.rendering import FAILURES, Conversation, Text, loop_context, rewrite
 from llmtrain.data.chat.rows import REASONING, BadRowError, Message
 from llmtrain.errors import Problem, UserError, first_line
 
@@ -33,11 +34,6 @@ Tools = list[dict[str, Any]] | None
 _SPECIAL = (
     *("bos_token", "eos_token", "unk_token", "sep_token"),
     *("pad_token", "cls_token", "mask_token"),
-)
-# What a template raises when a message is not as it expects, besides jinja2's own errors.
-_FAILURES = (
-    *(TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RuntimeError, MemoryError, NameError),
 )
 _MOST_ITEMS = 10**7  # of a string or list that a template multiplies
 _MOST_BITS = 10**5  # of a power
@@ -58,26 +54,15 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
         """Return the text of a conversation. Raises BadRowError if the template cannot write it."""
-        from jinja2 import TemplateError
+        beginnings = self.beginnings(messages, tools)
+        return str(beginnings.render(len(messages), add_generation_prompt))
 
+    def beginnings(self, messages: Sequence[Message], tools: Tools) -> Beginnings:
+        """Return what renders the beginnings of a conversation."""
         use = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
-        try:
-            text = _compile(self.sources[use], self.date).render({
-                **self.variables,
-                "messages": [_with_reasoning(message) for message in messages],
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            })  # fmt: skip
-        except (TemplateError, *_FAILURES) as error:
-            why = f"the template cannot render it: {first_line(error)}"
-            raise BadRowError("template", why) from error
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            why = f"the template writes half a character: {text[error.start]!a}"
-            raise BadRowError("template", why) from error
-        return text
+        variables = {**self.variables, "tools": tools, "documents": None}
+        own = [_with_reasoning(message) for message in messages]
+        return Beginnings(_compile(self.sources[use], self.date), variables, own)
 
     @property
     def text(self) -> str:
@@ -187,6 +172,27 @@ def _with_reasoning(message: Message) -> Message:
     return message
 
 
+class Beginnings(Conversation):
+    """Renders the beginnings of a conversation; what a template cannot render is a bad row."""
+
+    def render(self, count: int, add_generation_prompt: bool) -> Text:
+        """Return the text of the first `count` messages. Raises BadRowError."""
+        from jinja2 import TemplateError
+
+        try:
+            text = Conversation.render(self, count, add_generation_prompt)
+            text.own.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise BadRowError(
+                "template", f"the template writes half a character: {half!a}"
+            ) from error
+        except (TemplateError, *FAILURES) as error:
+            why = f"the template cannot render it: {first_line(error)}"
+            raise BadRowError("template", why) from error
+        return text
+
+
 def _check_syntax(source: str, date: str) -> None:
     from jinja2 import TemplateSyntaxError
 
@@ -203,8 +209,17 @@ def _check_syntax(source: str, date: str) -> None:
 
 @lru_cache(maxsize=16)
 def _compile(source: str, date: str) -> jinja2.Template:
-    template = _environment(date).from_string(source)
-    template.globals = dict(template.globals)  # each render copies them, a ChainMap slowly
+    import jinja2
+
+    environment = _environment(date)
+    tree = environment.parse(source)
+    rewrite(tree)
+    tree.set_environment(environment)
+    # The globals as a dict: each rendering copies them, a ChainMap slowly.
+    template = jinja2.Template.from_code(
+        environment, environment.compile(tree), dict(environment.globals)
+    )
+    template.root_render_func.__globals__["LoopContext"] = loop_context()
     return template
 
 
@@ -219,7 +234,6 @@ def _environment(date: str) -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = clock.strftime
     environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _namespace()
     return environment
 
 
@@ -296,27 +310,6 @@ class _Dict:
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
         """Return what `dict.fromkeys` returns."""
         return dict.fromkeys(*args)
-
-
-@lru_cache(maxsize=1)
-def _namespace() -> Callable[..., Any]:
-    """Return `namespace` for templates: it refuses names that begin with an underscore."""
-    from jinja2.exceptions import SecurityError
-    from jinja2.utils import Namespace
-
-    class Checked(Namespace):
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
-            self, args = args[0], args[1:]
-            Namespace.__init__(self)
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise SecurityError(f"a namespace has no attribute {name!r}")
-            Namespace.__setitem__(self, name, value)
-
-    return Checked
 
 
 @lru_cache(maxsize=1)

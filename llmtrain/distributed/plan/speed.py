@@ -135,6 +135,12 @@ def flops(shape: ModelShape, seq_len: int) -> float:
     return total
 
 
+def head_flops(shape: ModelShape) -> float:
+    """Return the part of `flops` that the output head takes: only trained positions need it."""
+    through = _lowest_trained(shape) < shape.blocks
+    return (2 + 2 * through + 2 * shape.head_trained) * shape.head
+
+
 def _lowest_trained(shape: ModelShape) -> int:
     """Return the number of the lowest block with a trained parameter.
 
@@ -149,15 +155,20 @@ def _lowest_trained(shape: ModelShape) -> int:
     return min(numbers, default=shape.blocks)
 
 
-def seconds_at_peak(shape: ModelShape, work: Work, hardware: Hardware) -> float | None:
+def seconds_at_peak(
+    shape: ModelShape, work: Work, hardware: Hardware, trained: float = 1.0
+) -> float | None:
     """Return the seconds of a step at the peak of all devices; None if the peak is not known.
 
     Recomputation does not count, so that the share of the peak, `mfu`, can be compared.
+
+    trained: share of the positions whose head is computed
     """
     machine = None if hardware.cpu else machine_of(hardware.device)
     if machine is None:
         return None
-    operations = flops(shape, work.seq_len) * work.seq_len * work.global_batch_size
+    operations = flops(shape, work.seq_len) - (1 - trained) * head_flops(shape)
+    operations *= work.seq_len * work.global_batch_size
     return operations / (_peak(work, machine) * hardware.devices)
 
 

@@ -59,9 +59,8 @@ def devices(case: Case) -> Verdict:
             if isinstance(one, Verdict)
         ]
         return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], case), *broken])
-    cores = processes.cores()
     rates = cpu_rates()
-    found = f"{cores} CPU core{'s' * (cores != 1)}, {rates}: precision auto is {rates.faster}"
+    found = f"{_threads(case)}; {rates}: precision auto is {rates.faster}"
     if has_gpu(case.env):
         built = torch.version.cuda or torch.version.hip or "without any"
         unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
@@ -72,6 +71,17 @@ def devices(case: Case) -> Verdict:
         meant = f"no GPU, though the launch file is for {here} of them here"
         return warning(f"{meant}; {found}", "use_cpu: true if a rehearsal on processors is meant")
     return ok(f"no GPU; {found}")
+
+
+def _threads(case: Case) -> str:
+    """Return the cores of this machine, and with how many threads a process of the run computes."""
+    here = max(1, case.processes // case.machines)
+    env = dict(case.env) | {"LOCAL_WORLD_SIZE": str(here)}
+    asked = case.config.training.threads if case.config else "auto"
+    threads, usable = processes.decide_threads(asked, None, env), processes.cores()
+    plural = "s" if threads.count > 1 else ""
+    why = "" if usable.why in threads.why and here == 1 else f" ({threads.why})"
+    return f"{usable.why}; {threads.count} thread{plural} a process{why}"
 
 
 def gpus(case: Case) -> int:

@@ -32,6 +32,7 @@ from llmtrain.tools.use.load import Opened
 from llmtrain.training.evaluate import by_source, result, totals
 from llmtrain.training.start.kernel import FROZEN
 from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
+from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation
 
 if TYPE_CHECKING:
@@ -134,17 +135,17 @@ def _score_rank(
         mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
         ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
         inputs = on(device, np.stack(ids)[:, :-1].astype(np.int64))
-        targets = on(device, np.stack(labels))
+        targets = target_keywords(np.stack(labels), device, whole=False)
         hidden = {}
         if measured.document_mask:
             hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
-            each = module(inputs, targets, each=True, **hidden)
+            each = module(inputs, each=True, **targets, **hidden)
         if sources:
             owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
-            scored += by_source(each, targets, owners, sources)
+            scored += by_source(each, targets["labels"], owners, sources)
         else:
-            scored += totals(each, targets)
+            scored += totals(each, targets["labels"])
     return scored
 
 

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,8 @@ class RunLog:
     planned: planned memory of the device, None if it was not planned
     held_before: bytes that were in use before there was a model
     profile: records the steps that were asked for, if any were
-    seconds_at_peak: of a step, if all devices reached their peak; None if that is not known
+    seconds_at_peak: returns the seconds of a step with so many trained tokens, if all devices
+        reached their peak; None if that is not known
     """
 
     journal: Journal
@@ -242,7 +243,7 @@ class RunLog:
     last_evaluation: dict[str, Any] | None
     planned: MemoryPlan | None
     held_before: int
-    seconds_at_peak: float | None = None
+    seconds_at_peak: Callable[[int], float | None] = lambda _tokens: None
     profile: Profile | None = None
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
@@ -337,11 +338,10 @@ class RunLog:
             self.journal.write("sample", step, **asdict(sample))
             self.journal.progress.sample(step, sample.prompt, sample.text)
 
-    def _share_of_peak(self, seconds: float) -> float | None:
+    def _share_of_peak(self, numbers: Numbers) -> float | None:
         """Return the `mfu` of a step; None if the peak is not known, as on a CPU."""
-        if self.seconds_at_peak is None or seconds <= 0:
-            return None
-        return self.seconds_at_peak / seconds
+        at_peak = self.seconds_at_peak(numbers.step_tokens)
+        return None if at_peak is None or numbers.seconds <= 0 else at_peak / numbers.seconds
 
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         return {
@@ -357,7 +357,7 @@ class RunLog:
             "skipped": numbers.skipped,
             "sources": dict(numbers.sources),
             "memory_gb": memory,
-            "mfu": self._share_of_peak(numbers.seconds),
+            "mfu": self._share_of_peak(numbers),
             "span_seconds": self._span_seconds,
             "span_wait_seconds": self._span_wait,
         }

@@ -18,6 +18,7 @@ from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
 from llmtrain.model.base import Base
+from llmtrain.processes import Threads
 from llmtrain.rundir.auto import Auto
 from llmtrain.types import Compiled, ModelShape, Spec
 
@@ -58,6 +59,7 @@ class Processes:
     decided_again: whether values were chosen again, because no earlier start was of the same kind
         (strategy, device type, number of processes) or because what one froze no longer fits
     precision: of the run, with the reason, for people
+    threads_before: those that earlier launches of this kind had; None = there was none
     """
 
     bound: Bound
@@ -69,6 +71,8 @@ class Processes:
     versions: dict[str, str]
     decided_again: bool
     precision: str
+    threads: Threads
+    threads_before: int | None
 
 
 @dataclass(frozen=True, slots=True)

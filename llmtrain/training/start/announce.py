@@ -37,6 +37,7 @@ def announce(run: Run) -> None:
         run_id=processes.run_id,
         world_size=run.ranks.world_size,
         strategy=strategy,
+        threads=processes.threads.count,
         device=_device_name(run.device),
         device_type=run.device.type,
         micro_batch_size=run.built.micro_batch_size,
@@ -87,6 +88,11 @@ def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:
         event("rng_reseeded", first, world_size=run.ranks.world_size)
     if processes.decided_again:
         event("auto_decided_anew", first, **processes.auto.launch)
+    threads = processes.threads
+    if processes.threads_before not in (None, threads.count):
+        before = processes.threads_before
+        event("threads_changed", first, threads_before=before, threads=threads.count)
+        _log.info("the last bits may differ: %s threads, not %s as before", threads.count, before)
     now, before = processes.versions, saved["versions"] if saved else {}
     if other := {key: now[key] for key in before if now.get(key) != before[key]}:
         event("other_versions", first, **other)
@@ -134,7 +140,7 @@ def _accumulation(run: Run) -> int:
 
 
 def _summary(run: Run, trainable: int) -> list[str]:
-    manifest, training = run.data.manifest, run.config.training
+    manifest, training, threads = run.data.manifest, run.config.training, run.processes.threads
     count = run.ranks.world_size
     processes = f"{count} process{'es' if count > 1 else ''}"
     rows = f"{processes} × {run.built.micro_batch_size} × {_accumulation(run)}"
@@ -146,6 +152,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
     place = f"{strategy} on {count} × {run.device.type}, {run.processes.precision}"
     return [
         *_unused(devices, run.ranks.world_size),
+        f"threads   {threads.count} a process ({threads.why})",
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
         f"strategy  {place}: {why}",
         f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",

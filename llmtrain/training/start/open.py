@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, ready, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
+from llmtrain.training.start.kernel import FROZEN as KERNEL
 from llmtrain.training.start.planning import work
 from llmtrain.training.start.processes import start_processes
 from llmtrain.training.start.weights import build_model
@@ -205,10 +206,21 @@ def _profile(config: Config, launched: Launched, journal: Journal) -> Profile | 
     return Profile(operators, rank, launched.device, steps, journal.event)
 
 
-def _seconds_at_peak(config: Config, processes: Processes) -> float | None:
+def _seconds_at_peak(config: Config, processes: Processes) -> Callable[[int], float | None]:
+    """Return what gives the seconds of a step from its trained tokens, at the devices' peak.
+
+    Where the loss is computed from all logits, or by torch, the head is computed for every token.
+    """
     planned = processes.planned
     asked = work(config, processes.auto.run["precision"], cpu=planned.hardware.cpu)
-    return seconds_at_peak(planned.shape, asked, planned.hardware)
+    tokens = asked.seq_len * asked.global_batch_size
+    chunked = processes.auto.run[KERNEL] == "chunked"
+
+    def seconds(trained: int) -> float | None:
+        share = trained / tokens if chunked else 1.0
+        return seconds_at_peak(planned.shape, asked, planned.hardware, share)
+
+    return seconds
 
 
 def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:

@@ -25,7 +25,7 @@ from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
-from llmtrain.processes import cores
+from llmtrain.processes import decide_threads
 from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.shared_directory import check_shared
 from llmtrain.training.run.opened import Planned, Processes
@@ -60,6 +60,8 @@ def start_processes(
     alone: context for the time before there is a group, see `Signals.alone`
     """
     heartbeat.beat("joining the other processes")
+    # For products that are timed before it is known what this launch began with.
+    torch.set_num_threads(decide_threads(config.training.threads, None, os.environ).count)
     kernels = decide_kernels(config)
     stack.enter_context(using(kernels))
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
@@ -89,13 +91,16 @@ def start_processes(
     layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
         auto.launch.setdefault(key, layout[key])
-    # This rank's share of the machine's cores; the launcher's default is one thread.
-    threads = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(auto.launch.setdefault("threads", threads))
+    begun: int | None = auto.launch.get("threads")
+    threads = decide_threads(config.training.threads, begun, os.environ)
+    torch.set_num_threads(threads.count)
+    auto.launch["threads"] = threads.count
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
     said = f"{precision} ({why})"
-    return Processes(bound, launched, planned, base, run_id, auto, versions, again, said)
+    return Processes(
+        bound, launched, planned, base, run_id, auto, versions, again, said, threads, begun
+    )
 
 
 def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:

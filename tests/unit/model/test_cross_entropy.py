@@ -171,6 +171,37 @@ def test_pf_1_rows_without_labels_have_no_loss_and_no_gradient() -> None:
     assert all(not one.any() for one in gradients(found, leaves))
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["looked for", "known"])
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+def test_rows_without_a_label_never_reach_the_head(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int | None, known: bool
+) -> None:
+    """They may hold anything: a row that is multiplied by 0 would make NaN of NaN."""
+    seen: list[int] = []
+    own = cross_entropy._product
+
+    def watched(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+        seen.append(a.shape[0])
+        return own(a, b, *others)
+
+    monkeypatch.setattr(cross_entropy, "_product", watched)
+    hidden, weight, bias, labels = inputs(90)
+    hidden[labels == -100] = torch.nan
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    trained = (labels != -100).nonzero()[:, 0] if known else None
+    given = {"bias": bias, "trained": trained}
+    found = linear_cross_entropy(hidden, weight, labels, chunk_rows=chunk_rows, **given)
+    made = gradients(found, leaves)
+    few = [hidden.detach()[labels != -100].requires_grad_(), *leaves[1:]]
+    logged, _ = exact(*few[:2], labels[labels != -100], bias=bias)
+    assert found.item() == pytest.approx(logged.item(), rel=1e-5)
+    for ours, right in zip(made, gradients(logged, few), strict=True):
+        ours = ours if len(ours) != 90 else ours[labels != -100]
+        torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=2e-5)
+    assert not made[0][labels == -100].any()
+    assert sum(seen) == 2 * int((labels != -100).sum()) + VOCABULARY
+
+
 def test_pf_1_a_frozen_weight_gets_no_gradient_and_no_memory() -> None:
     hidden, weight, _, labels = inputs(9)
     found = linear_cross_entropy(hidden.requires_grad_(), weight, labels)

@@ -88,5 +88,5 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
         name, compiled = trial.hiding, trial.compiled
         documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
     with engine.micro(last=last):
-        loss = trial.model(input_ids=ids, labels=ids, **documents)
+        loss = trial.model(input_ids=ids, labels=ids, all_trained=True, **documents)
         engine.backward(loss, torch.ones((), device=device))

@@ -18,6 +18,7 @@ from helpers.chats import (
 
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.probe_rows import PROBES
+from llmtrain.data.chat.rendering import Conversation
 from llmtrain.data.chat.rows import BadRowError, Example
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
@@ -296,3 +297,74 @@ def test_neither_torch_nor_transformers_is_imported(chatml):
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert Chat
+
+
+LONG = talk(*(f"{who}{n}" for n in range(5000) for who in "qa"))
+REWRITES = """{%- set ns = namespace(last=messages | length - 1) %}{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if loop.index0 == ns.last and message.role == 'assistant' %}<think>
+{% endif %}{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """How many characters were written for each text that was asked for."""
+    written = []
+    own = Conversation.render
+
+    def render(conversation, *arguments):
+        found = own(conversation, *arguments)
+        written.append(len(found.own))
+        return found
+
+    monkeypatch.setattr(Conversation, "render", render)
+    return written
+
+
+def test_case_11_a_conversation_of_5000_turns_takes_a_time_linear_in_them(tmp_path, rendered):
+    directory = make(tmp_path / "chatml", "chatml")
+    chat = open_chat(directory)
+    chat.check()
+    rendered.clear()
+    (one,) = chat.sequences(Example(LONG)).sequences
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in LONG)
+    assert one.ids == plain(directory).encode(text, add_special_tokens=False).ids[:-1]
+    answers = [ids for _, ids in spans(one.ids, one.trained)]
+    assert len(answers) == 5000
+    encode = plain(directory).encode
+    assert answers[::1234] == [encode(f"a{n}<|im_end|>").ids for n in range(0, 5000, 1234)]
+    assert len(rendered) == 10_000
+    assert sum(rendered) < 10_000 * 100  # of each text, about two messages
+
+
+@pytest.mark.parametrize("template", ["chatml", REWRITES], ids=["chatml", "one that rewrites"])
+def test_case_11_of_a_conversation_that_is_truncated_no_more_is_rendered_than_fits(
+    tmp_path, rendered, template
+):
+    directory = make(tmp_path / "truncated", template, TOKENS)
+    chat = open_chat(directory, seq_len=600, too_long="truncate")
+    found = chat.sequences(Example(LONG))
+    assert len(rendered) < 300
+    assert sum(rendered) < 300 * 5000
+    short = chat.sequences(Example(LONG[:400]))
+    assert found.sequences == short.sequences
+    assert max(len(one.ids) for one in found.sequences) <= 600
+    if template == REWRITES:
+        assert found.counts["dropped"] + len(found.sequences) == 5000
+
+
+@pytest.mark.parametrize("template", ["chatml", REWRITES], ids=["chatml", "one that rewrites"])
+def test_case_11_a_conversation_that_is_too_long_is_refused_or_split_as_soon(
+    tmp_path, rendered, template
+):
+    directory = make(tmp_path / "long", template, TOKENS)
+    with pytest.raises(BadRowError, match="at most 600"):
+        open_chat(directory, seq_len=600, too_long="error").sequences(Example(LONG))
+    if template == REWRITES:
+        assert sum(rendered) < 300 * 5000
+    rendered.clear()
+    pieces = open_chat(directory, seq_len=600, too_long="split").sequences(Example(LONG[:1200]))
+    assert sum(len(spans(one.ids, one.trained)) for one in pieces.sequences) == 600
+    assert sum(rendered) < 3000 * 5000

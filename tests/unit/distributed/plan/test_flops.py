@@ -13,10 +13,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.distributed.plan.speed import flops, seconds_at_peak
+from llmtrain.distributed.plan.speed import flops, head_flops, seconds_at_peak
+from llmtrain.model.head import Head
+from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import shape
 from llmtrain.model.trainable import adapters
 from llmtrain.model.trainable.freeze import freeze
+from llmtrain.types import NOT_TRAINED
 
 BLOCKS, TOKENS = 2, 64
 LLAMA = {
@@ -104,6 +107,29 @@ def test_a_step_at_the_peak_takes_its_operations_through_all_devices() -> None:
     assert seconds_at_peak(small, work(128, 16, precision="fp32"), h100) == pytest.approx(
         operations / (16 * 67e12)
     )
+
+
+@pytest.mark.parametrize(
+    ("tied", "frozen"),
+    [(True, []), (False, []), (False, ["lm_head.*"]), (False, ["model.*"])],
+    ids=["tied", "untied", "a frozen head", "the head alone"],
+)
+def test_the_head_is_computed_for_trained_positions_alone(tied: bool, frozen: list[str]) -> None:
+    """Beside torch's count of the same step through the loss module, at a quarter of the rows."""
+    model = built("llama", **LLAMA | {"tie_word_embeddings": tied})
+    freeze(model, frozen)
+    module, ids = LossModule(model, Head()), torch.zeros(BLOCKS, TOKENS, dtype=torch.long)
+    labels = torch.full_like(ids, NOT_TRAINED)
+    labels[:, : TOKENS // 4] = 0
+    with FlopCounterMode(display=False) as counter:
+        module(ids, labels).backward()
+    found = flops(shape(model), TOKENS) - 0.75 * head_flops(shape(model))
+    assert found == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.01)
+    small, h100 = shape(model), gpus(8, 80, nodes=2, device="NVIDIA H100 80GB HBM3")
+    few, all_ = (seconds_at_peak(small, work(TOKENS, 16), h100, share) for share in (0.25, 1.0))
+    assert few is not None
+    assert all_ is not None
+    assert few / all_ == pytest.approx(found / flops(small, TOKENS))
 
 
 def test_without_a_known_peak_there_is_no_share_of_it() -> None:

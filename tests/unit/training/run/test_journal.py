@@ -72,14 +72,16 @@ def test_without_a_plan_there_is_no_difference(tmp_path, caplog, monkeypatch, de
     assert detail == {"planned_gb": None, "measured_gb": 1.25, "difference": None}
 
 
-@pytest.mark.parametrize(("at_peak", "share"), [(0.1, 0.25), (None, None)])
+@pytest.mark.parametrize(
+    ("at_peak", "share"), [(lambda tokens: tokens / 5120, 0.25), (lambda tokens: None, None)]
+)
 def test_a_line_says_which_share_of_the_peak_a_step_reached_where_it_is_known(
     tmp_path, at_peak, share
 ):
     due: Any = SimpleNamespace(first=0, line=lambda step: True)
     with closing(Journal(tmp_path, 0)) as journal:
         log = RunLog(journal, due, torch.device("cpu"), None, None, 0, at_peak)
-        log.training(runs.numbers(2, seconds=0.4))
+        log.training(runs.numbers(2, seconds=0.4, step_tokens=512))
         journal.sync()
     (line,) = lines(tmp_path, "train")
     assert line["mfu"] == (None if share is None else pytest.approx(share))
