@@ -270,7 +270,7 @@ def check_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     value = checkpoint.resume
     if not re.fullmatch(r"auto|never|step-\d{8,18}", value):
         expected = "auto, never, or the name of a checkpoint of this run, as step-00000400"
-        elsewhere = "/" in value or Path(value).is_dir()
+        elsewhere = "/" in value or (len(value) < _NAME_BYTES and Path(value).is_dir())
         remedy = f"did you mean model.from={value}, which takes weights alone?" if elsewhere else ""
         yield Problem("checkpoint.resume", value, expected, remedy)
 

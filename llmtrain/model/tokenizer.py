@@ -12,7 +12,6 @@ from typing import Any
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.errors import Problem, UserError, first_line, raise_any
-from llmtrain.model.shape import CANNOT_BUILD
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +131,16 @@ def load(path: str, revision: str | None) -> Any:
         found = AutoTokenizer.from_pretrained(
             path, revision=revision or "main", trust_remote_code=False
         )
-    except (OSError, ImportError, *CANNOT_BUILD) as error:
-        expected = f"a tokenizer directory or a Hub id: {first_line(error)}"
-        raise UserError(Problem("model.tokenizer", path, expected)) from error
     except StrictDataclassError as error:  # of a model's config.json beside the tokenizer
         expected = f"a config.json that transformers accepts: {' '.join(str(error).split())}"
         raise UserError(Problem("model.tokenizer", path, expected)) from error
+    except Exception as error:  # of a file that is brought `tokenizers` raises this very class
+        expected = f"a tokenizer directory or a Hub id: {first_line(error)}"
+        raise UserError(Problem("model.tokenizer", path, expected)) from error
     if not isinstance(template := found.chat_template, str | dict | None):
         expected = f"a tokenizer whose chat_template is a string; it is {json.dumps(template)}"
+        raise UserError(Problem("model.tokenizer", path, expected))
+    if not isinstance(length := found.model_max_length, int | float):
+        expected = f"a tokenizer whose model_max_length is a number; it is {json.dumps(length)}"
         raise UserError(Problem("model.tokenizer", path, expected))
     return found

@@ -137,7 +137,7 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if file.is_file():
         others = (directory / "additional_chat_templates").glob("*.jinja")
         files = {"default": file, **{path.stem: path for path in sorted(others)}}
-        return {name: path.read_text("utf-8") for name, path in files.items()}
+        return {name: _text(path) for name, path in files.items()}
     found = settings.get("chat_template")
     if found is None or isinstance(found, str):
         return {} if found is None else {"default": found}
@@ -154,8 +154,15 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text("utf-8"))
+    found = json.loads(_text(path))
     return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(Problem("chat.template", path, f"text in UTF-8 ({error})")) from error
 
 
 def _content(token: Any) -> str | None:
