@@ -45,8 +45,11 @@ def show_plan(
     write: the launch file; None = write none
     """
     from llmtrain.config.load import load_config
+    from llmtrain.training.start.trials.preflight import split_rule
 
-    loaded = load_config(config, overrides)
+    devices, nodes = asked[:2]
+    rules = [split_rule(devices * (nodes or 1))] if devices else []
+    loaded = load_config(config, overrides, rules)
     with busy("importing torch and transformers"):
         from llmtrain.tools.plan import launch_file, plan
 

@@ -29,7 +29,7 @@ from llmtrain.errors import (
     first_line,
     harmless,
 )
-from llmtrain.tools.launch.last_words import leave
+from llmtrain.tools.launch.last_words import leave, repeat_after_launcher
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -199,6 +199,8 @@ def _leave(code: int, message: str) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):  # the stream is closed, so nobody reads it
         if not leave(os.environ, code, message) and message:
             print(message, file=sys.stderr)
+            if code == UserError.exit_code:
+                repeat_after_launcher(os.environ, message)
         sys.stdout.flush()
         sys.stderr.flush()
     logging.shutdown()

@@ -140,7 +140,8 @@ def check_packing(data: DataConfig) -> Iterator[Problem]:
     if data.packing not in ("auto", "concat") and data.document_mask is False:
         with_packing = f"true or auto with data.packing {data.packing}"
         expected = f"{with_packing}: the end of a long document overlaps"
-        yield Problem("data.document_mask", False, expected, "true, or data.packing=concat")
+        remedy = "data.document_mask=auto, or for texts data.packing=concat"
+        yield Problem("data.document_mask", False, expected, remedy)
 
 
 def check_duration(training: TrainingConfig) -> Iterator[Problem]:
@@ -294,7 +295,8 @@ def check_profile(training: TrainingConfig, logging: LoggingConfig) -> Iterator[
     steps = training.steps or last
     if not first <= last <= steps:
         expected = f"[first, last] with first ≤ last ≤ {steps}, the last step of the run"
-        yield Problem("logging.profile_steps", [first, last], expected, "[10, 12]")
+        remedy = f"[{min(10, steps)}, {min(12, steps)}]"
+        yield Problem("logging.profile_steps", [first, last], expected, remedy)
 
 
 def _nearest(value: int, unit: int) -> str:

@@ -186,6 +186,27 @@ _CONVERTED = {
         "dora, rslora, lora or qlora",
     ),
     "use_wandb": ("logging.trackers", "[wandb]"),
+    "dpo orpo kto ppo grpo rlhf simpo reward_model pref_beta pref_loss ref_model dpo_beta": (
+        "",
+        "preferences are not trained here: train on the answers, llmtrain export, then trl",
+    ),
+    "stage training_stage": (
+        "",
+        "the data decides: texts are trained whole, of conversations the answers",
+    ),
+    "finetuning_type": ("adapter.kind", "none trains all weights; lora, dora, rslora or qlora"),
+    "early_stopping early_stopping_threshold": (
+        "evaluation.patience",
+        "this many evaluations in a row without a lower loss end the run",
+    ),
+    "neftune neftune_noise_alpha noise_embedding_alpha": (
+        "",
+        "no noise is put on embeddings; adapter.dropout is what there is against overfitting",
+    ),
+    "max_samples max_train_samples": (
+        "training.epochs",
+        "no rows are left out: a share of the data is trained with 0.1, for example",
+    ),
     "wandb_project": ("logging.trackers", "[wandb]; WANDB_PROJECT chooses the project"),
 }
 

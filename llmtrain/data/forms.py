@@ -31,7 +31,8 @@ def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:
     """Yield what of the packing does not go with conversations."""
     if chat and data.packing == "concat":
         expected = "bestfit or auto with conversations: concat would cut them anywhere"
-        yield Problem("data.packing", "concat", expected, "data.packing=auto")
+        also = "" if data.document_mask is not False else " with data.document_mask=auto"
+        yield Problem("data.packing", "concat", expected, f"data.packing=auto{also}")
     if chat and data.document_mask is False:
         expected = "true or auto with conversations: those of a block must not see each other"
         yield Problem("data.document_mask", False, expected, "data.document_mask=auto")

@@ -62,6 +62,8 @@ USUAL = {
     "quotechar": '"',
 }
 CONVERT = "convert it with `llmtrain data repack`, and name the new files"
+# What `repack` does not read either, or would read without the options of the builder.
+WRITE = "write it as parquet with datasets, load_dataset(…).to_parquet(FILE), and name that file"
 NOT_READ = {".arrow", ".tar", ".zip", ".xml"}
 ASK_SECONDS = 120.0  # how long a first start waits for the Hub: it has no work to lose
 
@@ -112,7 +114,9 @@ def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
     formats = {match["path"]: file_format(match["path"]) for match in inside}
     unknown = [name for name, found in formats.items() if found is None]
     if unknown:
-        raise UserError(*bounded([Problem(key, name, FORMATS, CONVERT) for name in unknown], key))
+        remedies = {name: CONVERT if name.endswith(".arrow") else WRITE for name in unknown}
+        problems = [Problem(key, name, FORMATS, remedies[name]) for name in unknown]
+        raise UserError(*bounded(problems, key))
     rows = [name for name, found in formats.items() if found and found.kind != "text"]
     if rows and source.document == "file":
         expected = f"line: {rows[0]} is no text file, of which each could be one document"
@@ -141,7 +145,8 @@ def _file_urls(source: SourceConfig, key: str) -> list[str]:
     ]
     if builder.name not in READABLE or unusual:
         value = f"{source.path} ({', '.join([builder.name, *unusual])})"
-        raise UserError(Problem(key, value, FORMATS, CONVERT))
+        remedy = CONVERT if builder.name == "arrow" and not unusual else WRITE
+        raise UserError(Problem(key, value, FORMATS, remedy))
     splits = options.data_files or {}
     if source.split not in splits:
         expected = f"one of: {_nearest(source.split, splits)}"
@@ -149,7 +154,7 @@ def _file_urls(source: SourceConfig, key: str) -> list[str]:
     urls = [str(url) for url in splits[source.split]]
     for url in urls:
         if builder.name == "csv" and options.sep != ("\t" if ".tsv" in url else ","):
-            raise UserError(Problem(key, f"{url} (sep: {options.sep!r})", FORMATS, CONVERT))
+            raise UserError(Problem(key, f"{url} (sep: {options.sep!r})", FORMATS, WRITE))
     return urls
 
 
@@ -164,7 +169,7 @@ def _builder(source: SourceConfig, key: str) -> DatasetBuilder:
         raise UserError(_not_found(source, key, str(error))) from error
     except (DataFilesNotFoundError, EmptyDatasetError) as error:
         value = f"{source.path} ({first_line(error)})"
-        raise UserError(Problem(key, value, f"a data set with {FORMATS}", CONVERT)) from error
+        raise UserError(Problem(key, value, f"a data set with {FORMATS}", WRITE)) from error
     except json.JSONDecodeError as error:
         raise OSError(f"an answer that is no JSON: {error}") from error
     except RuntimeError as error:

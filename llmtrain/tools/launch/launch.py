@@ -83,7 +83,9 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_nested(env)
-    config = load_config(config_file, overrides, rules_of_a_launch(config_file, processes))
+    asked = read_launch_file(accelerate_file, None) if accelerate_file and not processes else None
+    count = asked.processes if asked else processes
+    config = load_config(config_file, overrides, rules_of_a_launch(config_file, count))
     file = _launch_file(accelerate_file, processes, env, config)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:

@@ -3,8 +3,9 @@
     python -m llmtrain.tools.launch.quiet RUN --config_file …      as `accelerate launch …`
 
 torch's part of the launcher warns of every signal that it passes on, and raises when a rank fails
-or a person stops the run. Its tracebacks would be the last lines on a terminal, below the message
-of the run. Until the run directory has a folder for logs, everything still goes to stderr.
+or a person stops the run. Its tracebacks would stand around the message of the run. If the run
+directory has no folder for logs in the end, everything goes to stderr, unless rank 0 has left a
+message that says why.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CalledProcessError
 
 from llmtrain.config import secrets
 from llmtrain.rundir import contents
+from llmtrain.tools.launch import last_words
+from llmtrain.training.stop.signals import LAUNCHED
 
 
 def main() -> None:
@@ -27,13 +31,15 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    torchs = logging.getLogger("torch.distributed")
-    torchs.handlers, torchs.propagate = [_Log(log)], False  # its own one writes to stderr
+    torchs, said = logging.getLogger("torch.distributed"), _Log(log)
+    torchs.handlers, torchs.propagate = [said], False  # its own one writes to stderr
     try:
         launch()
     except (SignalException, ChildFailedError, CalledProcessError):
-        tell(log, traceback.format_exc())
+        said.tell(traceback.format_exc())
         sys.exit(1)
+    finally:
+        said.end(os.environ)
 
 
 def tell(log: Path, text: str) -> None:
@@ -47,15 +53,33 @@ def tell(log: Path, text: str) -> None:
 
 
 class _Log(logging.Handler):
-    """Appends the lines of a logger to a file that may not be there yet."""
+    """Appends the lines of a logger to a file; keeps them while its folder does not exist."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(logging.WARNING)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         self._path = log
+        self._kept: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        tell(self._path, self.format(record))
+        self.tell(self.format(record))
+
+    def tell(self, text: str) -> None:
+        """Write text, with what was kept before it, or keep it too."""
+        self._kept.append(text)
+        if self._path.parent.is_dir():
+            self._write()
+
+    def end(self, env: Mapping[str, str]) -> None:
+        """Write what was kept to stderr, unless rank 0 has left a message for the caller."""
+        mark = env.get(LAUNCHED)
+        if mark is None or last_words.found(Path(mark)) is None:
+            self._write()
+
+    def _write(self) -> None:
+        for text in self._kept:
+            tell(self._path, text)
+        self._kept = []
 
 
 if __name__ == "__main__":

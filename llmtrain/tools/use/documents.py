@@ -48,7 +48,10 @@ def texts(given: str) -> Iterator[str]:
         if source.cached:
             raise UserError(Problem(KEY, source.path, "documents of text, not a token cache"))
         if source.form is not None:
-            remedy = "--data RUN scores the held-out conversations of a run, also with other models"
+            remedy = (
+                "--data RUN scores the held-out conversations of a run that has some, also with "
+                "other models of its tokenizer"
+            )
             expected = "documents of text, not conversations"
             raise UserError(Problem(KEY, source.path, expected, remedy))
     return islice(heldout.texts(sources, settings.seed, reading), limit)

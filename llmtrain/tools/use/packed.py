@@ -81,7 +81,11 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
         raise UserError(Problem(key, run_dir, expected, "the next start makes it again")) from error
     if held is None or not manifest.is_file():
         expected = f"a run that held documents out ({contents.HELDOUT} in it)"
-        raise UserError(Problem(key, run_dir, expected, "--data FILE scores other documents"))
+        remedy = (
+            "--data FILE scores other texts; held-out conversations are those of a run with "
+            "data.heldout above 0"
+        )
+        raise UserError(Problem(key, run_dir, expected, remedy))
     facts = glance(manifest)
     world_size, micro_batch_size = _layout(run_dir, step)
     return HeldOutOfRun(
@@ -180,4 +184,6 @@ def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
     if ids[0] != ids[1] or int(measured.held.ids.max()) >= rows:
         expected = f"a run with the tokenizer of {opened.target.given}"
         remedy = "--data with a file or a config scores text, with any tokenizer"
+        if glance(measured.run_dir / contents.MANIFEST).get("chat"):
+            remedy = "a model with that tokenizer: conversations are other tokens under another one"
         raise UserError(Problem("--data", measured.run_dir, expected, remedy))

@@ -50,10 +50,30 @@ from llmtrain.config.suggestions import foreign, guess, near_section
         ("training.local_batch_size", "training.micro_batch_size"),
         ("optimizer.eps", ""),  # and not training.steps
         ("tensor_parallel_size", ""),
+        ("training.dpo", ""),
+        ("training.stage", ""),
+        ("training.early_stopping", "evaluation.patience"),
+        ("neftune_noise_alpha", ""),
+        ("data.max_samples", "training.epochs"),
+        ("finetuning_type", "adapter.kind"),
     ],
 )
 def test_what_was_meant_is_found(name, meant):
     assert guess(name).key == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("training.dpo", "llmtrain export, then trl"),
+        ("stage", "of conversations the answers"),
+        ("early_stopping", "without a lower loss end the run"),
+        ("training.neftune", "adapter.dropout is what there is"),
+        ("max_samples", "no rows are left out"),
+    ],
+)
+def test_a_name_for_what_is_not_offered_says_what_there_is(name, said):
+    assert said in guess(name).advice
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def hiding_attention(
 
     def check() -> None:
         with launched.engine.evaluating(), uncompiled():  # its shapes never come again
-            check_documents_apart(model, forward, device, precision, manifest.seq_len)
+            check_documents_apart(
+                model, forward, device, precision, manifest.seq_len, chat=manifest.chat is not None
+            )
 
     agreed(launched.ranks, check)
     return backend(model)
@@ -88,12 +90,19 @@ def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -
 
 
 def check_documents_apart(
-    model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
+    model: PreTrainedModel,
+    forward: Forward,
+    device: torch.device,
+    precision: str,
+    seq_len: int,
+    *,
+    chat: bool = False,
 ) -> None:
     """Raise UserError unless documents packed into rows get the same logits as alone.
 
     model: the bare model, with its attention installed, in evaluation mode without gradients
     forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
+    chat: whether the documents are conversations, which always are hidden from each other
 
     Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
     rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
@@ -122,15 +131,19 @@ def check_documents_apart(
     )
     equal_within, change_within = _BOUNDS[precision]
     if not (wrong <= equal_within * most and seen <= change_within * most):
-        raise _not_apart(model, name, wrong / most, seen / most)
+        raise _not_apart(model, name, wrong / most, seen / most, chat=chat)
 
 
-def _not_apart(model: PreTrainedModel, name: str, wrong: float, seen: float) -> UserError:
+def _not_apart(
+    model: PreTrainedModel, name: str, wrong: float, seen: float, *, chat: bool
+) -> UserError:
     kind = model.config.model_type
     expected = (
         f"a model that can hide documents from each other: with {kind} (attention: {name}) the "
         f"logits of packed documents differ from those of each alone by {wrong:.1e} of the "
         f"largest, and by {seen:.1e} when another document changes"
     )
-    remedy = "data.document_mask=false with data.packing=concat, or another model"
+    remedy = "another model: conversations of a block must not see each other"
+    if not chat:
+        remedy = "data.document_mask=false with data.packing=concat, or another model"
     return UserError(Problem("data.document_mask", True, expected, remedy))

@@ -28,10 +28,10 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
     machines, which the ranks find out together.
     """
     if launcher_problems(env):  # then the number of processes is not reliable
-        return _on_disk(config_file)
+        return [check_micro_batch, *_on_disk(config_file)]
     processes = world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
-    batch = partial(_split_problems, processes)
+    batch = split_rule(processes)
     return [batch, _package_problems, *(_on_disk(config_file) if one_machine else ())]
 
 
@@ -40,7 +40,7 @@ def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
 
     processes: None = the number in accelerate's config file, which is not read here
     """
-    batch = partial(_split_problems, processes or 1)
+    batch = split_rule(processes or 1)
     return [batch, _package_problems, *_on_disk(config_file)]
 
 
@@ -58,17 +58,19 @@ def check_start(config: schema.Config, processes: int) -> None:
     raise_any(problems)
 
 
+def split_rule(processes: int) -> Rule:
+    """Return the rule of a batch that is split over this many processes."""
+    return partial(_split_problems, processes)
+
+
 def _on_disk(config_file: str) -> list[Rule]:
     default = f"runs/{Path(config_file).stem}"
     return [partial(_source_problems, default), partial(_model_problems, default)]
 
 
 def _split_problems(processes: int, training: schema.TrainingConfig) -> list[Problem]:
-    """Check that the batch can be split over the processes.
-
-    Nothing is reported if it cannot even be split for one process, which another rule reports.
-    """
-    return [] if check_micro_batch(training) else check_batch(training, processes)
+    """Check that the batch can be split over the processes, and over micro-batches in each."""
+    return check_micro_batch(training) if processes == 1 else check_batch(training, processes)
 
 
 def _package_problems(optimizer: schema.OptimizerConfig) -> list[Problem]:

@@ -49,6 +49,17 @@ def test_before_the_run_has_a_folder_for_logs_they_go_to_stderr(launched, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
+def test_they_go_nowhere_if_rank_0_has_said_why_there_is_no_run(
+    launched, tmp_path, capfd, monkeypatch
+):
+    """The caller prints that, and torch's thirty lines above it would hide it."""
+    mark = tmp_path / "ended"
+    monkeypatch.setenv("LLMTRAIN_LAUNCHED", str(mark))
+    mark.write_text('[2, "error: 1 problem"]')
+    assert launched(tmp_path / "new") == 1
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("folder", ["logs", "elsewhere"])
 def test_no_secret_is_written(tmp_path, capfd, monkeypatch, folder):
     monkeypatch.setenv("HUB_TOKEN", "correct-horse-battery")

@@ -202,7 +202,7 @@ def test_options_that_make_no_sense_are_refused(made, options, key):
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused_by_name(made):
-    with pytest.raises(UserError, match=r"PROMPT = 'a .udcff b'") as caught:
+    with pytest.raises(UserError, match=r"PROMPT = 'a \\udcff b'") as caught:
         generate(made, "a \udcff b")
     assert "UTF-8; the character at position 3 is not" in str(caught.value)
 
