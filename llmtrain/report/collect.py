@@ -9,7 +9,8 @@ lines of steps that were lost. Each start line has the step that the run went ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -64,9 +65,9 @@ class Tables:
     settings: Mapping[str, object]
     auto: Mapping[str, Any]
     profile: Mapping[str, Any]
-    _columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False)
+    _columns: dict[str, Points] = field(default_factory=dict, repr=False)
 
-    def numbers(self, name: str) -> list[tuple[int, float]]:
+    def numbers(self, name: str) -> Points:
         """Return (step, value) of the `train` lines whose field `name` is a number."""
         if name not in self._columns:
             self._columns[name] = column(self.train, name)
@@ -81,6 +82,34 @@ class Tables:
     def restarts(self) -> tuple[int, ...]:
         """The step from which each later start went on."""
         return tuple(start["step"] for start in self.starts[1:])
+
+
+class Points(Sequence[tuple[int, float]]):
+    """Pairs of a step and a number. A record has as many as a run has steps, so they are packed."""
+
+    def __init__(self, pairs: Iterable[tuple[int, float]] = ()) -> None:
+        self.steps: array[int] = array("q")
+        self.values: array[float] = array("d")
+        for step, value in pairs:
+            self.steps.append(step)
+            self.values.append(value)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.steps, self.values, strict=True)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a pair, or a list of those of a slice."""
+        if isinstance(place, slice):
+            return list(zip(self.steps[place], self.values[place], strict=True))
+        return self.steps[place], self.values[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +135,7 @@ def collect(run_dir: Path) -> Tables:
         expected = f"a run directory, with {contents.METRICS} in it"
         remedy = "give the directory that the config names as run.dir"
         raise UserError(Problem("RUN", run_dir, expected, remedy))
-    (lines, unread), text = record.record_and_unread(run_dir), run_dir / contents.CONFIG
+    (lines, unread), text = record.short_record(run_dir), run_dir / contents.CONFIG
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     history, starts = final_history(lines), _of("start", without_idle_starts(lines))
     return Tables(
@@ -139,7 +168,7 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
     Of several lines about the same thing at the same step the last one counts. A start removes the
     lines of later steps.
     """
-    kept: dict[tuple[object, ...], Line] = {}
+    kept: dict[Any, Line] = {}
     for line in lines:
         if line["kind"] == "start":
             kept = {what: old for what, old in kept.items() if old["step"] <= line["step"]}
@@ -149,22 +178,33 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
     return sorted(kept.values(), key=itemgetter("step"))
 
 
-def column(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
+def column(lines: Sequence[Line], name: str) -> Points:
     """Return (step, value) of the lines whose field `name` is a number.
 
     Numbers so large that a sum of them would overflow are left out, as those that are not finite.
     """
-    return [
+    return Points(
         (line["step"], float(value))
         for line in lines
         if (value := line.get(name)).__class__ in _NUMBERS and -_MOST < value < _MOST
-    ]
+    )
+
+
+def joined(one: Points, other: Points) -> Iterator[tuple[int, float, float]]:
+    """Yield the steps that two columns of the same lines have, with both numbers."""
+    others = iter(other)
+    step, value = next(others, (None, 0.0))
+    for own, number in one:
+        while step is not None and step < own:
+            step, value = next(others, (None, 0.0))
+        if step == own:
+            yield own, number, value
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
     """Reduce points to at most `buckets` of equal size; up to that many points stay as they are."""
     size = -(-len(points) // buckets) if points else 1
-    values = [value for _, value in points]
+    values = array("d", (value for _, value in points))
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     middles = (size * place + len(group) // 2 for place, group in enumerate(groups))
     return Curve(
@@ -223,10 +263,10 @@ def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _what(line: Line) -> tuple[object, ...]:
+def _what(line: Line) -> Any:
     """Return a key that is equal for two lines about the same thing at the same step."""
     if line["kind"] == "train":
-        return ("train", line["step"])
+        return line["step"]
     named = (str(line[key]) for key in ("split", "prompt", "name") if key in line)
     return (line["kind"], line["step"], *named)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.report import verdict
-from llmtrain.report.collect import Tables, collect, column, thin
+from llmtrain.report.collect import Points, Tables, collect, column, thin
 from llmtrain.report.page import fill, write
 from llmtrain.report.svg import Figure, Series, draw, smooth
 from llmtrain.report.words import compact, fixed
@@ -149,8 +149,7 @@ def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
 
 def _row(name: str, run: Tables, measure: str) -> Row:
     values = [value for _, value in column(run.evaluations, measure)]
-    trained = [value for _, value in run.numbers("loss")]
-    tokens = [value for _, value in run.numbers("tokens")]
+    trained, tokens = run.numbers("loss").values, run.numbers("tokens").values
     return Row(
         name=name,
         state=str(run.status.get("state", "unknown")),
@@ -187,10 +186,10 @@ def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list
     return found
 
 
-def _to_tokens(run: Tables, points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _to_tokens(run: Tables, points: Points) -> Points:
     """Replace the steps of points by the tokens that were trained until then."""
     tokens = run.numbers("tokens")
     if not tokens or not tokens[-1][0]:
-        return []
+        return Points()
     each = tokens[-1][1] / tokens[-1][0]
-    return [(round(step * each), value) for step, value in points]
+    return Points((round(step * each), value) for step, value in points)

@@ -12,12 +12,12 @@ import gc
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from llmtrain.report import verdict, words
-from llmtrain.report.collect import Curve, Line, Tables, collect, column, thin
+from llmtrain.report.collect import Curve, Line, Points, Tables, collect, column, joined, thin
 from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
 from llmtrain.rundir.contents import write_output
@@ -203,24 +203,25 @@ def _marked(figure: Figure, marks: Mapping[str, Any]) -> Figure:
     return replace(figure, restarts=marks["restarts"])
 
 
-def _speeds(tables: Tables) -> list[tuple[int, float]]:
+def _speeds(tables: Tables) -> Points:
     """Return tokens a second between one line and the next, from the second line on."""
-    spans, tokens = dict(tables.numbers("span_seconds")), tables.numbers("tokens")[1:]
-    return [
-        (step, (now - before) / spans[step])
-        for (_, before), (step, now) in pairwise(tokens)
-        if spans.get(step, 0) > 0 and now > before
-    ]
+    gained = Points(
+        (step, now - before)
+        for (_, before), (step, now) in islice(pairwise(tables.numbers("tokens")), 1, None)
+    )
+    both = joined(gained, tables.numbers("span_seconds"))
+    return Points((step, more / span) for step, more, span in both if span > 0 and more > 0)
 
 
-def _waits(tables: Tables) -> list[tuple[int, float]]:
+def _waits(tables: Tables) -> Points:
     """Return the share of the step time that was spent waiting, from the second line on."""
-    spans, waits = dict(tables.numbers("span_seconds")), tables.numbers("span_wait_seconds")[1:]
-    return [(step, 100 * wait / spans[step]) for step, wait in waits if spans.get(step, 0) > 0]
+    waits = Points(islice(tables.numbers("span_wait_seconds"), 1, None))
+    both = joined(waits, tables.numbers("span_seconds"))
+    return Points((step, 100 * wait / span) for step, wait, span in both if span > 0)
 
 
-def _scaled(points: Sequence[tuple[int, float]], factor: float) -> list[tuple[int, float]]:
-    return [(step, factor * value) for step, value in points]
+def _scaled(points: Points, factor: float) -> Points:
+    return Points((step, factor * value) for step, value in points)
 
 
 _KIND = {verdict.GOOD: "good", verdict.LOOK: "look", verdict.BAD: "bad"}

@@ -73,7 +73,7 @@ class Run:
             for line in lines:
                 over = line["kind"] == "end"
                 yield line
-            if not over:
+            if not over and not tail.more:
                 time.sleep(_SECONDS)
 
     def load(self) -> tuple[Any, Any]:

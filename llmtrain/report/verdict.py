@@ -7,11 +7,12 @@ all steps (`span_seconds`), never from the steps that happened to be logged.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from llmtrain.report.collect import Line, Tables, column
+from llmtrain.report.collect import Line, Points, Tables, column, joined
 from llmtrain.report.svg import shares
 from llmtrain.report.words import clip, count, fixed, number, percent, plural, seconds, short
 
@@ -132,13 +133,13 @@ def _state(tables: Tables) -> str:
 
 
 def _learned(tables: Tables) -> str:
-    losses = [value for _, value in column(tables.evaluations, "loss")]
+    losses: Sequence[float] = [value for _, value in column(tables.evaluations, "loss")]
     if ended_not_finite(tables):
         said = f"The held-out loss of step {count(tables.evaluations[-1]['step'])} is {NOT_FINITE}"
         return f"{said}; its best was {fixed(min(losses))}." if losses else f"{said}."
     name = "Held-out loss"
     if len(losses) < 2:
-        losses = [value for _, value in tables.numbers("loss")]
+        losses = tables.numbers("loss").values
         name = "Training loss"
     if not losses:
         return "No step has been recorded yet."
@@ -161,14 +162,17 @@ def _learned(tables: Tables) -> str:
 
 def _speed(tables: Tables) -> float | None:
     """Return tokens a second over all steps, without the first of each start."""
-    spans, first = dict(tables.numbers("span_seconds")), _first_steps(tables)
-    parts = [
-        (now - before, spans[step])
+    first = _first_steps(tables)
+    gained = Points(
+        (step, now - before)
         for (_, before), (step, now) in pairwise(tables.numbers("tokens"))
-        if step in spans and step not in first
-    ]
-    took = sum(span for _, span in parts)
-    return sum(part for part, _ in parts) / took if took > 0 else None
+        if step not in first
+    )
+    trained = took = 0.0
+    for _, more, span in joined(gained, tables.numbers("span_seconds")):
+        trained += more
+        took += span
+    return trained / took if took > 0 else None
 
 
 def _first_steps(tables: Tables) -> set[int]:
@@ -209,7 +213,7 @@ def _heldout(tables: Tables) -> Check:
         guessing = math.log(vocabulary)
         said.append(f"guessing {fixed(guessing)}")
         mark = BAD if last >= guessing else mark
-    if trained := [value for _, value in tables.numbers("loss")][-10:]:
+    if trained := [value for _, value in tables.numbers("loss")[-10:]]:
         said.append(f"last training losses {fixed(fmean(trained))}")
     return Check(mark, name, ", ".join(said))
 
@@ -250,7 +254,7 @@ def _waiting(tables: Tables) -> Check:
 
 
 def _memory(tables: Tables) -> Check:
-    peaks = [value for _, value in tables.numbers("memory_gb")]
+    peaks = tables.numbers("memory_gb").values
     if not peaks:
         return Check(LOOK, "memory", "not recorded")
     said, mark = f"{fixed(max(peaks), 2)} GiB at most", GOOD

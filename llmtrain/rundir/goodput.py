@@ -52,7 +52,7 @@ def goodput(run_dir: Path) -> float | None:
     The time begins when the first start was launched, lasts until now, and includes the time
     between starts. Returns None before the first step.
     """
-    lines = record.record(run_dir)
+    lines, _ = record.short_record(run_dir)
     if not any(line["kind"] == "train" for line in lines):
         return None
     now = time.time()  # noqa: TID251  # compared with time stamps of earlier processes

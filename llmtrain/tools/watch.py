@@ -80,11 +80,14 @@ class Watcher:
 
     def look(self) -> View:
         """Return what the run's files say now."""
-        lines, again = self._tail.lines()
-        if again:
-            self._forget()
-        for line in lines:
-            self._take(line)
+        while True:
+            lines, again = self._tail.lines()
+            if again:
+                self._forget()
+            for line in lines:
+                self._take(line)
+            if not self._tail.more:
+                break
         said = status.read_status(self._run_dir)
         state, silence = self._state(said)
         train = self._train
