@@ -12,6 +12,7 @@ from llmtrain.cli.escapes import WIDTH, show, wrap
 from llmtrain.cli.progress import busy
 from llmtrain.distributed.plan.speed import HFU
 from llmtrain.errors import UserError, gib
+from llmtrain.report.words import seconds as in_words
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.memory import Layout
@@ -76,7 +77,22 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield from _outcome(found)
     yield from _label("disk", _disk(found))
     yield from _speeds(found)
+    yield from _duration(found)
     yield from _rates(found)
+
+
+def _duration(found: Plan) -> Iterator[str]:
+    """Yield how long all steps take, as far as their number and speed are known."""
+    if found.chosen is None:
+        return
+    if found.seconds is not None:
+        why = "at that speed, without evaluations and saves"
+        yield from _label("duration", f"{in_words(found.seconds)} for {found.steps:,} steps, {why}")
+    elif found.steps is None:
+        steps = "training.epochs: `llmtrain data inspect` says how many steps an epoch has"
+        yield from _label("duration", f"not known of {steps}")
+    else:
+        yield from _label("duration", f"not predicted: {found.steps:,} steps at a speed not known")
 
 
 def _request(found: Plan) -> Iterator[str]:
@@ -141,6 +157,8 @@ def _outcome(found: Plan) -> Iterator[str]:
     host, there = chosen.memory.host_bytes, found.hardware.host_bytes
     known = "" if there is None else f", of {gib(there)}"
     yield from _label("host", f"{gib(host)} of memory on each node{known}")
+    for one in found.suggestions:
+        yield from _label("or", f"without offload: {one}")
 
 
 def _keys(layout: Layout) -> str:

@@ -13,6 +13,7 @@ from llmtrain.cli.escapes import clip, columns, show
 from llmtrain.errors import harmless
 from llmtrain.report import verdict
 from llmtrain.report.words import count, fixed, percent, plural, seconds, short
+from llmtrain.rundir import contents
 from llmtrain.tools.watch import View, Watcher
 
 _ROWS = 6
@@ -23,14 +24,32 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille
 
 
 def watch(run_dir: Path, *, once: bool, as_json: bool) -> None:
-    """Show a run until it ends or Ctrl-C is pressed. once: look only once."""
-    watcher = Watcher(run_dir)
+    """Show a run until it ends or Ctrl-C is pressed; wait for one that is yet to start.
+
+    once: look only once
+    """
     if as_json:
-        print(json.dumps(watcher.look().to_json()))
+        print(json.dumps(Watcher(run_dir).look().to_json()))
     elif once or not sys.stdout.isatty():
-        show(frame(watcher.look(), *shutil.get_terminal_size()))
+        show(frame(Watcher(run_dir).look(), *shutil.get_terminal_size()))
     else:
-        _live(watcher)
+        try:
+            _wait_for_start(run_dir)
+            _live(Watcher(run_dir))
+        except KeyboardInterrupt:
+            return  # it is how one leaves
+
+
+def _wait_for_start(run_dir: Path) -> None:
+    """Wait until there is a record, where there is nothing yet or a run directory that is new."""
+    said = False
+    while not (run_dir / contents.METRICS).is_file():
+        if run_dir.exists() and not contents.is_begun(run_dir):
+            return  # it is something else, which is refused
+        if not said:
+            show([f"waiting for a run to start in {run_dir}; Ctrl-C leaves"])
+        said = True
+        time.sleep(1)
 
 
 def _live(watcher: Watcher) -> None:
@@ -39,17 +58,14 @@ def _live(watcher: Watcher) -> None:
     from rich.text import Text
 
     console = Console()
-    try:
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                view = watcher.look()
-                drawn = "\n".join(frame(view, console.width, console.height))
-                live.update(Text(drawn, no_wrap=True, overflow="crop"), refresh=True)
-                if view.state in _OVER:
-                    return
-                time.sleep(1)
-    except KeyboardInterrupt:
-        return  # it is how one leaves
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            view = watcher.look()
+            drawn = "\n".join(frame(view, console.width, console.height))
+            live.update(Text(drawn, no_wrap=True, overflow="crop"), refresh=True)
+            if view.state in _OVER:
+                return
+            time.sleep(1)
 
 
 def frame(view: View, width: int, height: int) -> list[str]:

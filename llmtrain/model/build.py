@@ -223,7 +223,7 @@ def _from_fields(asked: ModelConfig, tokens: SpecialTokens) -> Any:
         raise UserError(Problem("model.config.model_type", model_type, expected, remedy))
     _causal(str(model_type), "model.config.model_type")
     given = {key: value for key, value in fields.items() if key != "model_type"}
-    _refuse_unknown(CONFIG_MAPPING[model_type], given)
+    raise_any(unknown_fields(asked))
     ours = {
         "vocab_size": rows_for(tokens.length, asked.pad_vocab_to),
         "bos_token_id": tokens.bos,
@@ -272,15 +272,20 @@ def _in_a_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _refuse_unknown(config_class: Any, given: dict[str, Any]) -> None:
+def unknown_fields(asked: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem for each field in `model.config` that its model type does not have.
+
+    They are known without a tokenizer, so that a start names them beside other problems.
+    """
+    if (model_type := asked.config.get("model_type")) not in CONFIG_MAPPING:
+        return
+    config_class = CONFIG_MAPPING[model_type]
     known = {*config_class().to_dict(), *config_class.attribute_map} - {"auto_map"}
-    problems = []
     expected = f"a field of transformers' {config_class.__name__}"
-    for key in sorted(set(given) - known):
+    for key in sorted(asked.config.keys() - known - {"model_type"}):
         near = difflib.get_close_matches(key, sorted(known), n=1)
         remedy = f"did you mean {near[0]}?" if near else ""
-        problems.append(Problem(f"model.config.{key}", given[key], expected, remedy))
-    raise_any(problems)
+        yield Problem(f"model.config.{key}", asked.config[key], expected, remedy)
 
 
 def _causal(model_type: str, key: str) -> None:

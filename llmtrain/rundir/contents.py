@@ -110,6 +110,12 @@ def is_run(path: Path) -> bool:
     return begun and not (path / "config.json").exists()
 
 
+def is_begun(path: Path) -> bool:
+    """Whether a directory is that of a run, or of a start that has made nothing but its lock."""
+    names = {found.name for found in path.iterdir()} if path.is_dir() else {""}
+    return is_run(path) or names <= {LOCK, SHARED, LOGS, CONFIG}
+
+
 def log_file(run_dir: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run_dir / LOGS / f"rank-{rank}.log"

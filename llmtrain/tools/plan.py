@@ -102,9 +102,22 @@ class Plan:
 
     @property
     def suggestions(self) -> tuple[str, ...]:
-        """Remedies that make the nearest miss fit, or need less; empty if something fits."""
-        near = self.choice.nearest_miss
-        return () if self.chosen or near is None else tuple(_suggestions(near, self.shape))
+        """Remedies that make the nearest miss fit, or need less.
+
+        If something fits, they are empty, or adapters in place of an offload to the host.
+        """
+        near, chosen = self.choice.nearest_miss, self.chosen
+        if chosen and chosen.layout.strategy.endswith("_offload"):
+            return tuple(_adapters(self.choice.candidates[0], self.shape))
+        return () if chosen or near is None else tuple(_suggestions(near, self.shape))
+
+    @property
+    def seconds(self) -> float | None:
+        """The predicted duration of all steps; None if their number or speed is not known."""
+        rate = self.chosen.tokens_per_second if self.chosen else None
+        if not self.steps or not rate:
+            return None
+        return self.steps * self.work.global_batch_size * self.work.seq_len / rate
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain plan --json` prints."""
@@ -228,14 +241,22 @@ def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
 
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
     """
-    gradients, moments = (near.memory.parts[part] for part in ("gradients", "optimizer"))
-    where = near.layout.strategy
+    moments, where = near.memory.parts["optimizer"], near.layout.strategy
     yield near.remedy
     if moments and where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
         yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
-    if moments and not shape.adapted:
-        saved = gib(gradients + moments)
-        yield f"adapter.kind=lora, which needs model.from, would save up to {saved} of {where}"
+    yield from _adapters(near, shape)
+
+
+def _adapters(near: Candidate, shape: ModelShape) -> Iterator[str]:
+    """Yield what adapters would save; in four bits a weight of 32 takes about an eighth."""
+    parts, where = near.memory.parts, near.layout.strategy
+    if not parts["optimizer"] or shape.adapted:
+        return
+    saved = parts["gradients"] + parts["optimizer"]
+    yield f"adapter.kind=lora, which needs model.from, would save up to {gib(saved)} of {where}"
+    saved += 7 * parts["parameters"] // 8
+    yield f"adapter.kind=qlora, on CUDA, would save up to {gib(saved)} of {where}"
 
 
 def _row(one: Candidate, chosen: bool) -> dict[str, Any]:

@@ -210,6 +210,17 @@ def test_bad_input_is_one_message_and_exit_code_2(
         assert word in said, said
 
 
+def test_a_field_of_the_model_is_named_beside_a_missing_tokenizer(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", model__tokenizer="./nowhere")
+    config["model"]["config"]["hidden_sizes"] = 1
+    said = refused(server, tmp_path, config)
+    for word in ("2 problems", "model.tokenizer = ./nowhere", "model.config.hidden_sizes = 1"):
+        assert word in said
+    assert "did you mean hidden_size?" in said
+
+
 def test_all_mistakes_come_at_once(server: Server, tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "run")
     config["training"]["lerning_rate"] = 1

@@ -22,8 +22,9 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import NAMED, template_tokens
 from llmtrain.data.remote.request import AttemptError, wait_for
+from llmtrain.data.sources.local import is_local
 from llmtrain.data.survey import Survey, survey
-from llmtrain.errors import RESTARTABLE, RunError, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, ok, warning
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 30.0
 MODEL_SECONDS = 60.0  # transformers repeats requests by itself, and imports take a while
 OFFLINE = "check network, proxy and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what was kept before"
+_SLOW = "see that the disk answers, and try again"
 _ABSENT = "see that it exists, here or on the Hub; check network, HF_ENDPOINT and HF_TOKEN"
+_NOT_HERE = "see that it exists and can be read: it is a path of this machine"
 _FROM_HUB = ("model.from", "model.tokenizer")
 _SMALL_FILES = 10  # of a checkpoint: configs, tokenizer, state, manifest
 
@@ -64,7 +67,9 @@ def data(case: Case, seconds: float = ANSWER_SECONDS) -> Verdict:
         except RunError:
             if not late.is_set():
                 raise
-            return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), OFFLINE)
+            asked = any(not is_local(one.path) for one in case.config.data.sources)
+            remedy = OFFLINE if asked else _SLOW
+            return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), remedy)
         finally:
             timer.cancel()
     parts = [
@@ -185,12 +190,17 @@ def describe(case: Case, seconds: float = MODEL_SECONDS) -> tuple[Verdict, Spec]
     except UserError as wrong:
         # If a model or tokenizer was not found, the Hub may be out of reach.
         problems = (
-            replace(one, remedy=one.remedy or _ABSENT) if one.key in _FROM_HUB else one
+            replace(one, remedy=one.remedy or _absent(one)) if one.key in _FROM_HUB else one
             for one in wrong.problems
         )
         raise UserError(*problems) from wrong
     except AttemptError as late:
         raise RunError(f"model or tokenizer: {late}", RESTARTABLE, OFFLINE) from late
+
+
+def _absent(problem: Problem) -> str:
+    """Return what to do about a model or tokenizer that was not found, by where it was sought."""
+    return _NOT_HERE if is_local(str(problem.value)) else _ABSENT
 
 
 def _describe(case: Case) -> tuple[Verdict, Spec]:

@@ -25,6 +25,7 @@ from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
+from llmtrain.model.build import unknown_fields
 from llmtrain.processes import decide_threads
 from llmtrain.rundir.auto import Auto
 from llmtrain.rundir.shared_directory import check_shared
@@ -67,7 +68,8 @@ def start_processes(
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
-        on_rank_zero(meeting, lambda: check_start(config, meeting.world_size))
+        wrong = unknown_fields(config.model)
+        on_rank_zero(meeting, lambda: check_start(config, meeting.world_size, wrong))
         precision, why = decide_precision(config, meeting)
         base = decide_base(config.model, config.run_dir, meeting)
         rank = meeting.rank

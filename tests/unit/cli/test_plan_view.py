@@ -1,5 +1,6 @@
 """`llmtrain plan` as a person and as a script see it."""
 
+import itertools
 import json
 import re
 
@@ -123,3 +124,34 @@ def test_what_cannot_be_counted_is_shown_as_unknown_and_ends_with_code_0(
     assert parts[7].startswith(">")
     assert layout.endswith("?")
     assert max(columns(line) for line in out.splitlines()) <= 80
+
+
+def words(text, label):
+    """What stands behind a label, as one line."""
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(f"{label:<10}"))
+    rest = itertools.takewhile(lambda line: line.startswith(" " * 10), lines[first + 1 :])
+    return " ".join([lines[first][10:], *(line.strip() for line in rest)])
+
+
+def test_a_plan_says_how_long_the_run_takes_as_far_as_that_is_known(tmp_path, capsys):
+    steps = 10**11
+    _, out, _ = shown(tmp_path, capsys, (1, 1, 80.0, None), f"training.steps={steps}")
+    rate = float(rows(out, "ddp")[1].split()[-2].replace(",", ""))
+    days = int(steps * 64 * 128 / rate // 86400)
+    assert words(out, "duration").startswith(f"{days:,} d ")
+    assert "for 100,000,000,000 steps" in words(out, "duration")
+    _, out, _ = shown(tmp_path, capsys, HERE)
+    assert words(out, "duration") == "not predicted: 100 steps at a speed not known"
+    _, out, _ = shown(tmp_path, capsys, HERE, "training={epochs: 2, global_batch_size: 64}")
+    assert "training.epochs" in words(out, "duration")
+
+
+def test_where_a_run_needs_an_offload_adapters_are_named(tmp_path, capsys):
+    bigger = ("model.config.hidden_size=1024", "model.config.num_hidden_layers=12")
+    _, out, _ = shown(tmp_path, capsys, (1, 1, 2.0, 64.0), *bigger)
+    assert "fsdp2_offload" in words(out, "choice")
+    assert "adapter.kind=lora" in out
+    assert "adapter.kind=qlora, on CUDA" in out
+    _, out, _ = shown(tmp_path, capsys, (1, 1, 80.0, 64.0), *bigger)
+    assert "adapter.kind" not in out

@@ -10,6 +10,7 @@ from helpers import runs
 from llmtrain.cli import watch as module
 from llmtrain.cli.escapes import columns
 from llmtrain.cli.watch import frame, watch
+from llmtrain.errors import UserError
 from llmtrain.tools.watch import Watcher
 
 BRAILLE = re.compile("[\u2800-\u28ff]")
@@ -102,3 +103,35 @@ def test_a_terminal_of_80_by_24_holds_all_of_the_picture_while_it_changes(tmp_pa
         assert last in rest
     assert "300 of 600 steps" in "\n".join(pictures[-1])
     assert len(terminal.screen.history.top) == 0, "nothing was wrapped, nothing scrolled away"
+
+
+def test_it_waits_for_a_run_that_starts(tmp_path, monkeypatch):
+    run, steps = tmp_path / "new", []
+
+    def next_second(_seconds):
+        steps.append(terminal.shown())
+        if len(steps) == 1:
+            run.mkdir()
+            (run / "lock").touch()
+        else:
+            runs.write_run(run, runs.history(20), runs.status("finished"))
+
+    terminal = Terminal()
+    for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(module.time, "sleep", next_second)
+    watch(run, once=False, as_json=False)
+    assert len(steps) == 2
+    assert "waiting for a run to start in" in steps[0][0]
+    assert any("finished" in line for line in terminal.shown())
+
+
+def test_it_does_not_wait_in_what_is_no_run(tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    with pytest.raises(UserError, match="a run directory"):
+        watch(tmp_path, once=False, as_json=False)
+    for options in ({"once": True, "as_json": False}, {"once": False, "as_json": True}):
+        with pytest.raises(UserError, match="a run directory"):
+            watch(tmp_path / "new", **options)

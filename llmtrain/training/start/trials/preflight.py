@@ -6,7 +6,7 @@ A run that has begun has its own tokenizer and data manifest, which its start ch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -44,8 +44,10 @@ def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
     return [batch, _package_problems, *_on_disk(config_file)]
 
 
-def check_start(config: schema.Config, processes: int) -> None:
+def check_start(config: schema.Config, processes: int, more: Iterable[Problem] = ()) -> None:
     """Apply all these rules to a valid config, once the run's status can record what they refuse.
+
+    more: problems that need torch to be found
 
     Raises UserError with every problem.
     """
@@ -54,6 +56,7 @@ def check_start(config: schema.Config, processes: int) -> None:
         *_package_problems(config.optimizer),
         *_source_problems("", config.run, config.data, config.evaluation),
         *_model_problems("", config.run, config.model, config.adapter),
+        *more,
     ]
     raise_any(problems)
 

@@ -11,7 +11,7 @@ from helpers.corpus import articles, write_jsonl
 from helpers.hub import ID, SHA, serving, stand_in
 
 from llmtrain.distributed.engines.state import bytes_of
-from llmtrain.errors import RunError, UserError
+from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.tools.doctor import sources
 from llmtrain.tools.doctor.case import attempt
 
@@ -285,3 +285,11 @@ def test_a_template_that_ends_no_turn_is_an_error(tmp_path):
     assert looked.state == "error"
     assert "no end-of-turn token after the answer" in looked.found
     assert looked.remedy == "set chat.end_of_turn"
+
+
+@pytest.mark.parametrize(
+    ("value", "network"), [("./nowhere", False), ("/no/where", False), ("some/thing", True)]
+)
+def test_the_network_is_to_be_checked_only_if_one_was_asked(value, network):
+    problem = Problem("model.tokenizer", value, "a tokenizer directory or a Hub id")
+    assert ("network" in sources._absent(problem)) is network
