@@ -1,9 +1,13 @@
 # Everything from nothing but Python 3.11 or newer and make; nothing needs to be activated.
-# PYTHON=… chooses the interpreter. pip's own environment variables and files keep their meaning.
+# PYTHON=… chooses the interpreter, VENV=… the environment, PIP_ARGS=… what pip gets in place of the
+# pins: `make VENV=newest PIP_ARGS= test` tries the newest releases that pyproject.toml allows. pip's
+# own environment variables and files keep their meaning.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_ARGS := -c constraints.txt
+EXTRAS := dev,trackers,eval,quantized
 # Two tests at a time; those that share what is dear to make run in one process, in the order of the
 # files. Launched tests wait a lot, so there are three of them. At the end the ten slowest and the time.
 PYTEST := $(BIN)/python -m pytest -q --durations 10
@@ -11,7 +15,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-slow test-faults check lint types format docs clean
+.PHONY: FORCE help quickstart test test-all test-slow test-faults check lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 14
@@ -70,12 +74,16 @@ $(VENV)/bin/python:
 	fi >&2; \
 	"$$found" -m venv $(VENV)
 
-$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+# What pip was given, written again where it is not what it was.
+$(VENV)/pip-args: $(VENV)/bin/python FORCE
+	@echo '$(PIP_ARGS) $(EXTRAS)' | cmp --quiet - $@ || echo '$(PIP_ARGS) $(EXTRAS)' > $@
+
+$(VENV)/installed: $(VENV)/pip-args pyproject.toml constraints.txt
 	@echo "Installing llmtrain into $(VENV): some minutes, torch is the largest part …"
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install $(PIP_ARGS) -e .
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/installed-dev: $(VENV)/pip-args pyproject.toml constraints.txt
 	@echo "Installing llmtrain and its tools into $(VENV): some minutes, torch is the largest part …"
-	@$(PIP) install -c constraints.txt -e '.[dev,trackers,eval,quantized]'
+	@$(PIP) install $(PIP_ARGS) -e '.[$(EXTRAS)]'
 	@touch $(VENV)/installed $@

@@ -7,6 +7,7 @@ help and config errors do not wait for torch.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,13 @@ def train(config: Config, processes: int | None = None) -> Result:
     thread).
     Raises UserError for what a person can correct, RunError for a failure of the machine.
     """
+    from llmtrain.errors import NOT_ON_WINDOWS, Problem, RefusedError, raise_any
+
+    if sys.platform == "win32":
+        raise RefusedError(NOT_ON_WINDOWS)
     from llmtrain import faults
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment
-    from llmtrain.errors import Problem, raise_any
     from llmtrain.metrics.trackers import check_installed
     from llmtrain.training.stop import signals
 

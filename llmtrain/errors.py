@@ -42,6 +42,8 @@ EXIT_CODES = {
     ),
 }
 
+NOT_ON_WINDOWS = "llmtrain runs on Linux, not on Windows: install it in WSL (`wsl --install`)"
+
 _LINES = "\n"  # not escaped in messages of several lines
 
 

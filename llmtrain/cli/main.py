@@ -26,9 +26,10 @@ from llmtrain.cli.options import (
     Overrides,
     RunDir,
     configs,
+    recipes,
     runs,
 )
-from llmtrain.errors import harmless
+from llmtrain.errors import NOT_ON_WINDOWS, UserError, harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.launch.launch import Ended
@@ -85,6 +86,26 @@ def quickstart(
     _end(start(out))
 
 
+@app.command(
+    rich_help_panel="Start",
+    help="write a config or a launch file to begin with",
+    epilog="Example: llmtrain init --recipe chat_lora --out mine.yaml",
+)
+def init(
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which one; without: the list.", autocompletion=recipes),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead of NAME.yaml in this folder.")
+    ] = None,
+) -> None:
+    """Write a recipe, and print the path of the file; an existing file is never replaced."""
+    from llmtrain.tools.recipes import write_recipe
+
+    print(write_recipe(recipe, out))
+
+
 @app.command(rich_help_panel="Start", help="is this machine ready for this config?")
 def doctor(
     config: Annotated[
@@ -136,7 +157,7 @@ def plan(
 @app.command(
     rich_help_panel="Train",
     help="run a config; the same command resumes",
-    epilog="Example: llmtrain train configs/quickstart.yaml training.steps=50",
+    epilog="Example: llmtrain train mine.yaml training.steps=50; `llmtrain init` writes a config",
 )
 def train(
     config: ConfigFile,
@@ -202,7 +223,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a run, or compare several, and print the path of the page."""
-    from llmtrain.errors import Problem, UserError
+    from llmtrain.errors import Problem
     from llmtrain.report.compare import write_comparison
     from llmtrain.report.page import write_report
 
@@ -243,6 +264,9 @@ def _end(ended: Ended) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit. arguments: without the program's name; None = sys.argv."""
+    if sys.platform == "win32":  # before anything else that it may lack
+        print(f"error: {NOT_ON_WINDOWS}", file=sys.stderr)
+        sys.exit(UserError.exit_code)
     if logging.lastResort is not None:  # it prints the warnings of libraries to the terminal
         logging.lastResort.setFormatter(LogLine())
     for name in ("stdout", "stderr"):

@@ -62,9 +62,7 @@ class App(typer.Typer):
 
 def configs(incomplete: str) -> list[str]:
     """Return configs that may be meant: those in `configs/`, and those in the folder typed."""
-    folder = _folder(incomplete)
-    beside = (folder + path.name for path in Path(folder or ".").glob("[!.]*.yaml"))
-    return sorted({*map(str, Path().glob("configs/**/[!.]*.yaml")), *beside})
+    return _yaml_files("configs/**/[!.]*.yaml", incomplete)
 
 
 def runs(incomplete: str) -> list[str]:
@@ -82,8 +80,15 @@ def configs_and_runs(incomplete: str) -> list[str]:
 
 
 def launch_files(incomplete: str) -> list[str]:
-    """Return the configs of accelerate that are here."""
-    return sorted(map(str, Path().glob("accelerate_configs/*.yaml")))
+    """Return launch files that may be meant: of `accelerate_configs/`, and in the folder typed."""
+    return _yaml_files("accelerate_configs/*.yaml", incomplete)
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Return the names of all recipes."""
+    from llmtrain.tools.recipes import recipes as known
+
+    return list(known())
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -105,6 +110,12 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
         return [f"{key}=" for key in names]
     # A space would follow a completion that has no alternative.
     return [f"{names[0]}=", *(f"{names[0]}={value}" for value in _values(known, names[0]))]
+
+
+def _yaml_files(pattern: str, incomplete: str) -> list[str]:
+    folder = _folder(incomplete)
+    beside = (folder + path.name for path in Path(folder or ".").glob("[!.]*.yaml"))
+    return sorted({*map(str, Path().glob(pattern)), *beside})
 
 
 def _folder(incomplete: str) -> str:

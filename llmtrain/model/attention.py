@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from llmtrain.errors import Problem
+from llmtrain.errors import Problem, raise_any
 
 KEY = "model.attention_backend"
 NAME = "llmtrain"
@@ -265,11 +265,27 @@ def model_keywords(
     return keywords
 
 
+def _unequal_heads(model_config: Any) -> Iterator[Problem]:
+    """Yield the problem of keys that queries cannot share: such a model builds, but never runs.
+
+    A field that a config leaves out has transformers' default, which is meant for a large model.
+    """
+    described = model_config.get_text_config()
+    heads = getattr(described, "num_attention_heads", None)
+    shared = getattr(described, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        path, name = model_config.name_or_path, "num_key_value_heads"
+        key = f"{path}/config.json: {name}" if path else f"model.config.{name}"
+        expected = f"a divisor of num_attention_heads, {heads}: queries share keys and values"
+        yield Problem(key, shared, expected, "" if path else f"{key}={heads}")
+
+
 def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     """Return why the model must keep its own attention; "" if ours computes the same.
 
     It runs forwards on a few tokens with both. They are too short to show masks with a window or
-    chunks, so the mask functions that the model requests are tried on `seq_len` positions.
+    chunks, so the mask functions that the model requests are tried on `seq_len` positions. Raises
+    UserError for heads that no attention works with.
     """
     if not type(model)._can_set_attn_implementation():  # private, but the public function logs
         return "it does not go through transformers' attention interface"
@@ -291,6 +307,7 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     except OtherAttentionError as error:
         return str(error)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise_any(_unequal_heads(model.config))
         return f"with ours its code fails: {type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(own)

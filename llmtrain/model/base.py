@@ -46,9 +46,13 @@ def pin(path: str, revision: str | None) -> Base:
     Raises UserError for a model that does not exist, may not be read, needs its own code or has no
     weights of a whole model in safetensors; RunError (75) if the Hub does not answer.
     """
-    import httpx2
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RevisionResolutionError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        RevisionResolutionError,
+    )
 
     try:
         return _pin(path, revision)
@@ -56,7 +60,7 @@ def pin(path: str, revision: str | None) -> Base:
         expected = f"a model that you may read: {path} is gated"
         remedy = f"accept its terms on the page of {path} on the Hub, then set HF_TOKEN"
         raise UserError(Problem(KEY, path, expected, remedy)) from error
-    except (RevisionResolutionError, HFValidationError, httpx2.HTTPError, OSError) as error:
+    except (RevisionResolutionError, HFValidationError, HTTPError, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, HFValidationError) or status in _REFUSED:
             expected = f"a directory, a run, or a model of the Hub: {first_line(error)}"

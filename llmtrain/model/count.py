@@ -371,7 +371,9 @@ def _alike(model_config: Any, repeated: Sequence[nn.Module]) -> bool:
         for value in described.to_dict().values()
         if isinstance(value, list) and len(value) == number
     ]
-    if described.is_heterogeneous or any(one != value[0] for value in lists for one in value):
+    if getattr(described, "is_heterogeneous", False) or any(
+        one != value[0] for value in lists for one in value
+    ):
         return False
     first, *others = (_signature(block) for block in repeated)
     return all(other == first for other in others)

@@ -51,7 +51,10 @@ def apply(model: PreTrainedModel, checkpointing: str) -> None:
     keywords: dict[str, Any] = {"use_reentrant": False}
     if checkpointing == "selective":
         keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
-    model.activation_checkpointing_enable(keywords)
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(keywords)
+    else:  # its name in older releases of transformers (5.12)
+        model.gradient_checkpointing_enable(keywords)
     # transformers makes the embeddings' output require a gradient, which only reentrant
     # checkpoints need. Frozen first blocks would then keep activations that are never used.
     model.disable_input_require_grads()

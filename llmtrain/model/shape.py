@@ -221,9 +221,11 @@ def _attention(described: Any) -> int:
     """
     count = described.num_hidden_layers
     kinds = getattr(described, "layer_types", None) or ["attention"] * count
+    # Older releases of transformers (5.12) have no layers with sizes of their own.
+    layers = getattr(described, "per_layer_config", [described] * count)
     return sum(
         _heads(layer)
-        for layer, kind in zip(described.per_layer_config, kinds, strict=True)
+        for layer, kind in zip(layers, kinds, strict=True)
         if "attention" in kind.replace("linear_attention", "") or kind == "hybrid"
     )
 

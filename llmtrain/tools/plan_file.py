@@ -69,13 +69,13 @@ def write_launch_file(path: Path, values: dict[str, Any]) -> bool:
 _ONE = """\
 # Written by `llmtrain plan`.
 #
-#   accelerate launch --config_file {path} scripts/train.py CONFIG
+#   accelerate launch --config_file {path} -m llmtrain train CONFIG
 """
 _SEVERAL = """\
 # Written by `llmtrain plan`. Put in the address of the first machine; the same command on each.
 #
 #   accelerate launch --config_file {path} --rdzv_backend c10d \\
-#       scripts/train.py CONFIG
+#       -m llmtrain train CONFIG
 #
 # The option is there because accelerate 1.15 does not apply `rdzv_backend` of this file.
 """

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 from llmtrain.tools.launch.launch import Ended, launch
+from llmtrain.tools.recipes import recipes
 
-CONFIG = Path(__file__).with_name("quickstart.yaml")
+CONFIG = recipes()["quickstart"]
 PROCESSES = 2
 
 

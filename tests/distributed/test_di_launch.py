@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from helpers.launcher import ACCELERATE, LLMTRAIN, SCRIPT, launch_file, run
 from helpers.ranks import Ranks, Server, free_port, rank_environment
+from helpers.rings import needs
 from helpers.tiny import lines, status, tiny_config, write_config
 
 FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
@@ -66,6 +67,7 @@ def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: obje
     assert {name: line[name] for name in start} == start
 
 
+@needs("accelerate", "1.15")  # before it, such processes find each other
 def test_ux_27_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
     server: Server, config: Path, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def test_a_rank_whose_plan_does_not_fit_is_named_and_nobody_waits(
 def test_a_rank_without_deepspeed_is_named(server: Server, tmp_path: Path) -> None:
     said = start(server, tmp_path, 0, "deepspeed", "distributed.strategy=zero2")
     assert "rank 1" in said
-    assert "pip install 'deepspeed>=0.19,<0.20' on Linux" in said
+    assert "pip install 'deepspeed>=0.19.8,<0.20' on Linux" in said
 
 
 @pytest.mark.parametrize("strategy", ["auto"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import Server
+from helpers.rings import needs
 from helpers.sharded import Job
 from helpers.sharded_models import build
 from helpers.tiny import lines, status, tiny_config, weights, write_config
@@ -105,6 +106,7 @@ def test_a_resumed_run_with_muon_ends_in_the_bits_of_a_straight_one(
     assert names == {"momentum_buffer"}
 
 
+@needs("bitsandbytes")
 def test_a_resumed_run_with_8_bit_moments_ends_in_the_bits_of_a_straight_one(
     server: Server, tmp_path: Path
 ) -> None:
@@ -117,7 +119,8 @@ def test_a_resumed_run_with_8_bit_moments_ends_in_the_bits_of_a_straight_one(
     [
         *(("muon", name, n) for name, n in (("ddp", 1), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 3))),
         ("muon", "hsdp", 4),
-        *(("adamw_8bit", "ddp", n) for n in (1, 3)),  # its moments are not sharded
+        # Its moments are not sharded.
+        *(pytest.param("adamw_8bit", "ddp", n, marks=needs("bitsandbytes")) for n in (1, 3)),
     ],
 )
 def test_any_optimizer_is_resumed_in_equal_bits_however_it_is_spread_out(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-from helpers.ranks import Server
+from helpers.ranks import ROOT, Server
 from helpers.talk import OPS
 
 from llmtrain.distributed.ranks import lost_peer
@@ -37,6 +39,32 @@ def test_a_lost_peer_is_known_by_what_any_collective_says(server: Server, tmp_pa
     heard = json.loads(output.read_text())
     assert set(heard) == set(OPS)
     assert {name: said for name, (known, said) in heard.items() if not known} == {}
+
+
+# Where torch is a CUDA build, ranks that are forked after a backward have none themselves.
+COUNTED = """
+import torch
+from helpers import rank_server
+from llmtrain.model import count
+
+rank_server.forbid_backward()
+rank_server.use()
+print(len(count._known))
+torch.ones(1, requires_grad=True).sum().backward()
+"""
+
+
+def test_the_server_of_the_ranks_has_counts_and_runs_no_backward() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", COUNTED],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert ended.stdout.splitlines()[-1:] == ["4"], ended.stderr
+    assert ended.returncode == 1
+    assert "no fork has a backward after one in the process it is forked from" in ended.stderr
 
 
 def test_a_lost_peer_is_told_from_other_errors() -> None:

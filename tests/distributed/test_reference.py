@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import Server
+from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -115,6 +116,7 @@ def test_the_base_line_is_the_logarithm_of_the_vocabulary(run_dir: Path) -> None
     assert first["loss"] == pytest.approx(math.log(2048), abs=0.1)
 
 
+@needs("tensorboard")
 def test_evaluation_samples_and_trackers_change_no_bit_of_the_training(
     server: Server, run_dir: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 from helpers.chats import rows_of
 from helpers.corpus import write_jsonl
 from helpers.ranks import Server, until
+from helpers.rings import needs
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.torch import save_file
 
@@ -340,6 +341,7 @@ def test_a_directory_in_use_is_refused_and_the_run_in_it_unharmed(
     assert first.wait() == [0]
 
 
+@needs("tensorboard")
 def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
     server: Server, tmp_path: Path
 ) -> None:

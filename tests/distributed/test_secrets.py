@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import ROOT, Server
+from helpers.rings import needs
 from helpers.tiny import lines, status, tiny_config, write_config
 
 CANARIES = {
@@ -39,6 +40,7 @@ def assert_nowhere(*places: Path) -> None:
         assert [text for text in spellings() if text in body] == [], path
 
 
+@needs("tensorboard")
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_no_canary_stands_in_a_run_that_repeats_it_in_logs_errors_and_metrics(
     server: Server, tmp_path: Path, rank: str

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import corpus, used
 from helpers.ranks import ROOT, Server
+from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -162,6 +163,7 @@ def models(tmp_path_factory: Any) -> list[Path]:
     return found
 
 
+@needs("lm_eval")
 def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) -> None:
     folder = models[0].parent
     command = [sys.executable, "-c", LM_EVAL, str(folder / "tasks"), *map(str, models)]
@@ -178,6 +180,7 @@ def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[P
         assert abs(found["tasks"]["mine"]["bits_per_byte"] - expected) <= 1e-4
 
 
+@needs("lm_eval")
 def test_a_task_whose_data_is_gone_is_one_message(
     server: Server, models: list[Path], tmp_path: Path
 ) -> None:

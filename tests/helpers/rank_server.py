@@ -5,6 +5,7 @@ It reads one JSON command a line: {"start": [{"argv", "env", "cwd", "output"}, â
 """
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import json
@@ -13,7 +14,9 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 # What the forks must not import again: the loop, and what a run imports on its way.
 USED = (
@@ -27,28 +30,64 @@ USED = (
     "torch._dynamo.repro.after_dynamo",  # with the next one: DeepSpeed compiles an optimizer
     "torch._inductor.compile_fx",  # that nobody here uses
     "torch.distributed.fsdp",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )
+COUNTS = "counts.json"
 
 
 def use() -> None:
     """Do once what takes half a second in each fork and comes to the same in all of them.
 
-    That is to count what the models of `helpers.tiny` and `helpers.faults` save.
+    That is to count what the models of `helpers.tiny` and `helpers.faults` save. A child counts,
+    since it takes a backward: with a CUDA build of torch the first one starts autograd's threads,
+    and torch refuses every backward in what is forked after that.
     """
+    from llmtrain.model import count
+    from llmtrain.types import Saved
+
+    with tempfile.TemporaryDirectory() as folder:
+        pid = os.fork()
+        if not pid:
+            leave(lambda: count_models(Path(folder)))
+        assert wait(pid) == 0
+        for (*key, trained), saved in json.loads((Path(folder) / COUNTS).read_text()):
+            count._known[*key, tuple(trained)] = Saved(**saved)
+
+
+def count_models(folder: Path) -> None:
+    """Write the counts of the models of this process, and by what they are known."""
     from helpers.faults import faulty_config
     from helpers.tiny import tiny_config, write_config
 
     from llmtrain.config.load import load_config
     from llmtrain.distributed.plan.memory import Hardware
+    from llmtrain.model import count
     from llmtrain.training.start.planning import describe
 
-    with tempfile.TemporaryDirectory() as folder:
-        for made in (tiny_config, faulty_config):
-            config = load_config(write_config(Path(folder), made(Path(folder) / "run")))
-            model = describe(config, Hardware(1 << 40, None, 1, 1, cpu=True))
-            for arithmetic in ("fp32", "autocast"):
-                model.count(arithmetic, "none")
+    for made in (tiny_config, faulty_config):
+        config = load_config(write_config(folder, made(folder / "run")))
+        model = describe(config, Hardware(1 << 40, None, 1, 1, cpu=True))
+        for arithmetic in ("fp32", "autocast"):
+            model.count(arithmetic, "none")
+    known = [(key, dataclasses.asdict(saved)) for key, saved in count._known.items()]
+    (folder / COUNTS).write_text(json.dumps(known))
+
+
+def forbid_backward() -> None:
+    """From now on, a backward of this process is an error; those of its forks are not."""
+    from torch import autograd
+
+    server, run = os.getpid(), autograd.graph._engine_run_backward
+
+    def guarded(*arguments: object, **options: object) -> object:
+        if os.getpid() == server:
+            raise AssertionError(
+                "no fork has a backward after one in the process it is forked from"
+            )
+        return run(*arguments, **options)
+
+    autograd._engine_run_backward = autograd.graph._engine_run_backward = guarded
 
 
 def leave_out_reports() -> None:
@@ -59,9 +98,11 @@ def leave_out_reports() -> None:
 
 
 def start(one: dict) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+    return os.fork() or become(one)
+
+
+def become(one: dict) -> NoReturn:
+    """Be a rank, in a fork."""
     os.setsid()  # as torch's launcher does
     output = os.open(one["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -72,14 +113,20 @@ def start(one: dict) -> int:
     os.environ.update(one["env"])
     if any(name.startswith("HF_") for name in one["env"]):
         read_environment_of_hub()
+    leave(lambda: work(one["argv"]), code=99)  # the command line never returns
+
+
+def leave(do: Callable[[], None], code: int = 0) -> NoReturn:
+    """End a fork after it has done this, with 99 if that fails."""
     try:
-        work(one["argv"])
+        do()
     except BaseException:
         traceback.print_exc()
+        code = 99
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(99)  # the command line never returns
+        os._exit(code)
 
 
 def read_environment_of_hub() -> None:
@@ -115,7 +162,8 @@ def serve() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks; ours is for answers
         for name in USED:
             importlib.import_module(name)
-    use()
+        forbid_backward()
+        use()
     leave_out_reports()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page of the above
     answer("ready")

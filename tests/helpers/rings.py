@@ -12,9 +12,11 @@ rest to `make test-all`.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib import metadata
 from itertools import product
 from multiprocessing import popen_forkserver, popen_spawn_posix
 from pathlib import Path, PurePath
@@ -23,6 +25,7 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import settings
+from packaging.version import Version
 
 FOLDERS = ("browser", "distributed", "docs", "faults")
 TESTS = Path(__file__).parents[1]
@@ -146,6 +149,18 @@ def diagonal(*axes: Iterable[Any], beside: str = "wide") -> list[ParameterSet]:
         )
         for places in product(*(range(len(axis)) for axis in values))
     ]
+
+
+def needs(package: str, release: str = "0") -> pytest.MarkDecorator:
+    """Skip a test, or a case of one, by the name of what it needs and this environment lacks.
+
+    package: one of an extra, or a library that llmtrain allows in an older release, too
+    release: the lowest that the test is meant for: what it compares with is not in older ones
+    """
+    if importlib.util.find_spec(package) is None:
+        return pytest.mark.skipif(True, reason=f"{package} is not installed")
+    older = release != "0" and Version(metadata.version(package)) < Version(release)
+    return pytest.mark.skipif(older, reason=f"{package} is older than {release}")
 
 
 def dear(examples: int) -> settings:

@@ -30,6 +30,7 @@ SYSTEM = {
     *("cat", "cd", "cp", "du", "echo", "git", "grep", "head", "jq", "kill", "less", "ls", "mkdir"),
     *("mv", "nvidia-smi", "pip", "rm", "rsync", "scp", "sha256sum", "sleep", "source", "tail"),
     *("tee", "tensorboard", "touch", "mlflow", "trackio", "wandb", "squeue", "scancel", "curl"),
+    *("try_versions.sh", "uv", "venv"),
 }
 
 
@@ -214,6 +215,7 @@ CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     "torchrun": _torchrun,
     "torch.distributed.run": _torchrun,
     "python": _python,
+    "python3": _python,
     "make": _make,
     "pytest": _pytest,
     "ssh": _other_host,

@@ -13,6 +13,7 @@ thread that can be abandoned (`wait_for`).
 from __future__ import annotations
 
 import email.utils
+import importlib
 import logging
 import os
 import re
@@ -98,15 +99,19 @@ def attempt(
 
 def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> bytes | str:
     """Return the bytes, or the address to which the Hub redirects."""
-    import httpx2
     from huggingface_hub import get_session
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
+        HTTPError,
+        OfflineModeIsEnabled,
+    )
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # untyped export
 
+    # httpx2; before release 2 of huggingface_hub it is httpx.
+    client = importlib.import_module(HTTPError.__module__.partition(".")[0])
     of_hub = _same_origin(target, file.url)
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     headers |= build_hf_headers() if of_hub else {}
-    limits = httpx2.Timeout(READ_SECONDS, connect=CONNECT_SECONDS, pool=READ_SECONDS)
+    limits = client.Timeout(READ_SECONDS, connect=CONNECT_SECONDS, pool=READ_SECONDS)
     try:
         with get_session().stream(
             "GET", target, headers=headers, follow_redirects=False, timeout=limits
@@ -119,7 +124,7 @@ def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> byte
             return _body(answer, end - start, until)
     except OfflineModeIsEnabled as error:
         raise UserError(offline(file.url, start, end)) from error
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+    except (client.HTTPError, client.InvalidURL) as error:
         raise AttemptError(type(error).__name__) from error  # its text may hold a signed address
 
 
@@ -230,4 +235,5 @@ def quiet_hub() -> None:
 
     if chosen == "1":
         constants.HF_HUB_DISABLE_TELEMETRY = True
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)

@@ -262,14 +262,14 @@ def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> 
 
 def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
     """Return the answer of the Hub. It is asked again after a failure that may pass."""
-    import httpx2
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its client
 
     deadline = time.monotonic() + ASK_SECONDS
     failures = 0
     while True:
         try:
             return wait_for(ask, ATTEMPT_SECONDS, stop)
-        except (OSError, httpx2.HTTPError, AttemptError) as error:
+        except (OSError, HTTPError, AttemptError) as error:
             status, asked = _status(error)
             if status in REFUSED:
                 expected = f"an answer of the Hub ({first_line(error)})"

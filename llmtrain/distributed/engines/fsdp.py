@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import accelerate
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -175,12 +177,28 @@ def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shardi
     module = with_common_statistics(module, accelerator)
     names = wrap_classes(module, sharding.wrap_class)
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
-    prepared: nn.Module = accelerator.prepare(module, optimizer)[0]
+    with _without_deepspeed():
+        prepared: nn.Module = accelerator.prepare(module, optimizer)[0]
     if on_meta:
         prepared.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
     if _ties(prepared) != ties:
         raise ValueError(f"tied parameters came apart: {ties} became {_ties(prepared)}")
     return prepared
+
+
+@contextmanager
+def _without_deepspeed() -> Iterator[None]:
+    """In this context accelerate takes it that DeepSpeed is not installed.
+
+    It would look for DeepSpeed's engine in what it shards, and so import DeepSpeed, which takes a
+    second and warns of what FSDP2 does not need.
+    """
+    own = accelerate.utils.other.is_deepspeed_available
+    accelerate.utils.other.is_deepspeed_available = lambda: False
+    try:
+        yield
+    finally:
+        accelerate.utils.other.is_deepspeed_available = own
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:

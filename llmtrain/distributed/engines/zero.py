@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-from torch.utils import cpp_extension
 
 from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
 from llmtrain.distributed.launch.keys import STRATEGIES
@@ -136,6 +135,9 @@ def missing(strategy: str, *, cpu: bool) -> Iterator[Problem]:
             "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), expected, remedy
         )
     if strategy in OFFLOADS and not cpu:
+        # Here, because it logs a warning where there is a CUDA toolkit and no GPU.
+        from torch.utils import cpp_extension
+
         # Private, but the directory depends on the versions of Python and torch.
         built = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
         yield from build_problems(built.parent)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain.config.checks import check_batch
-from llmtrain.distributed.launch.keys import value
+from llmtrain.distributed.launch.keys import example, value
 from llmtrain.distributed.launch.named import (
     hsdp_mesh,
     named_family,
@@ -43,12 +43,11 @@ _KINDS = {
     "fsdp": ("FSDP",),
     "zero": ("DEEPSPEED",),
 }
-_PLAIN = "a plain launch, which leaves every strategy open (accelerate_configs/ddp.yaml)"
 _WHERE = "the launch"
 
 # DeepSpeed is installed with llmtrain on Linux, and does not run on other systems.
 INSTALL_DEEPSPEED = (
-    "pip install 'deepspeed>=0.19,<0.20' on Linux, distributed.strategy=fsdp2 elsewhere"
+    "pip install 'deepspeed>=0.19.8,<0.20' on Linux, distributed.strategy=fsdp2 elsewhere"
 )
 
 
@@ -98,7 +97,7 @@ def verify_launch(
     kinds = _KINDS[family(strategy)]
     if distributed_type not in kinds:
         expected = f"{' or '.join(kinds)}: what strategy {strategy} is"
-        remedy = f"distributed.strategy={asked} with {_PLAIN}"
+        remedy = f"distributed.strategy={asked} with {_plain()}"
         problems.append(
             Problem("accelerate's distributed_type", distributed_type, expected, remedy)
         )
@@ -162,7 +161,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     if "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
         expected = "several processes, but the launcher started one (WORLD_SIZE is not set)"
         remedy = (
-            "distributed_type: MULTI_GPU with use_cpu: true, as in accelerate_configs/cpu.yaml "
+            f"distributed_type: MULTI_GPU with use_cpu: true, as in {example('cpu')} "
             "(MULTI_CPU and --cpu start one process); without a launcher: unset MASTER_ADDR"
         )
         problems.append(Problem("MASTER_ADDR", env["MASTER_ADDR"], expected, remedy))
@@ -191,7 +190,7 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
     if launched and asked != "auto" and other:
         what = "FSDP" if launched == "fsdp" else "DEEPSPEED"
         expected = f"{named or 'auto'}: what the launch is (distributed_type {what})"
-        yield Problem("distributed.strategy", asked, expected, f"auto, or {_PLAIN}")
+        yield Problem("distributed.strategy", asked, expected, f"auto, or {_plain()}")
     elif asked == "hsdp":
         mesh = hsdp_mesh(env, world_size(env))
         if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
@@ -223,3 +222,7 @@ def _clipping(env: Mapping[str, str], asked: float | None) -> Iterator[Problem]:
     if not same:
         expected = f"auto: gradients are clipped as training.max_grad_norm ({asked}) says"
         yield Problem("gradient_clipping", launched, expected, "training.max_grad_norm")
+
+
+def _plain() -> str:
+    return f"a plain launch, which leaves every strategy open ({example('ddp')})"

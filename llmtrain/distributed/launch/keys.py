@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +143,9 @@ def has_values(env: Mapping[str, str], values: Mapping[str, object]) -> bool:
         else value(env, key).lower() == str(wanted)
         for key, wanted in values.items()
     )
+
+
+def example(name: str) -> str:
+    """Return where the launch file of this name is, in a checkout or to be written, for people."""
+    path = f"accelerate_configs/{name}.yaml"
+    return path if Path(path).exists() else f"{name}.yaml (llmtrain init --recipe {name})"

@@ -23,6 +23,7 @@ from llmtrain.distributed.launch.keys import (
     MESH,
     STRATEGIES,
     VARIABLES,
+    example,
     has_values,
     is_true,
     value,
@@ -30,8 +31,6 @@ from llmtrain.distributed.launch.keys import (
 )
 from llmtrain.errors import Problem
 
-_FSDP2 = "accelerate_configs/fsdp2.yaml"
-_ZERO = "accelerate_configs/zero3.yaml"
 # The variables of problem keys that are not in a section or that come from several variables.
 _VARIABLES = {
     "mixed_precision": ("ACCELERATE_MIXED_PRECISION",),
@@ -86,7 +85,7 @@ def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Pro
     """
     if is_true(env, "ACCELERATE_USE_MEGATRON_LM"):
         expected = "NO, MULTI_GPU, FSDP or DEEPSPEED: Megatron-LM brings a trainer of its own"
-        yield Problem("distributed_type", "MEGATRON_LM", expected, _FSDP2)
+        yield Problem("distributed_type", "MEGATRON_LM", expected, example("fsdp2"))
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16"):
         expected = "bf16 or 'no' (in quotes): nothing else is offered"
@@ -143,7 +142,7 @@ def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
         yield Problem(f"{key}_{kind}_size", size, expected, remedy)
     if named_family(env) != "fsdp":
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
-        yield Problem(key, None, expected, "remove it, or accelerate_configs/hsdp_multinode.yaml")
+        yield Problem(key, None, expected, f"remove it, or {example('hsdp_multinode')}")
     elif not split and math.prod(mesh) != processes:
         found = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
         expected = f"a product of {processes}, the number of processes"
@@ -172,15 +171,15 @@ def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
             "block into one flat tensor: no frozen parameters beside trained ones, and no "
             "checkpoint that another number of processes or strategy reads"
         )
-        yield Problem("fsdp_version", version, expected, f"fsdp_version: 2, as in {_FSDP2}")
+        yield Problem(
+            "fsdp_version", version, expected, f"fsdp_version: 2, as in {example('fsdp2')}"
+        )
         return
     if ignored := value(env, "fsdp_ignored_modules"):
         yield Problem("fsdp_ignored_modules", ignored, "no such key: every parameter is sharded")
     if named_strategy(env) is None:
         expected = "false with more than one replica: HSDP has no offload"
-        yield Problem(
-            "fsdp_offload_params", "true", expected, "accelerate_configs/fsdp2_offload.yaml"
-        )
+        yield Problem("fsdp_offload_params", "true", expected, example("fsdp2_offload"))
 
 
 def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
@@ -190,7 +189,9 @@ def _deepspeed(env: Mapping[str, str]) -> Iterator[Problem]:
             "no JSON file for DeepSpeed: batch size, precision, clipping and optimizer are set by "
             "the config of the run"
         )
-        remedy = f"zero_stage and the offload devices in the accelerate file, as in {_ZERO}"
+        remedy = (
+            f"zero_stage and the offload devices in the accelerate file, as in {example('zero3')}"
+        )
         yield Problem("deepspeed_config_file", file, expected, remedy)
         return  # the other keys would come from that JSON
     yield from _stages(env)
@@ -214,7 +215,7 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
     keys = ("zero_stage", "offload_optimizer_device", "offload_param_device")
     stage, optimizer, parameters = (value(env, key).lower() for key in keys)
     if stage not in ("1", "2", "3"):
-        remedy = "accelerate_configs/ddp.yaml for whole replicas, which is stage 0"
+        remedy = f"{example('ddp')} for whole replicas, which is stage 0"
         yield Problem("zero_stage", stage, "1, 2 or 3", remedy)
         return
     if named_strategy(env) is not None:
@@ -226,7 +227,7 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
         expected = "both cpu or both none: zero3_offload moves optimizer and parameters"
     else:
         expected = f"none and none: stage {stage} is offered without offload"
-    remedy = "accelerate_configs/zero3_offload.yaml, or both none"
+    remedy = f"{example('zero3_offload')}, or both none"
     yield Problem("offload_optimizer_device", found, expected, remedy)
 
 

@@ -18,6 +18,7 @@ from llmtrain.distributed.launch.environment import (
     launcher_variables,
     world_size,
 )
+from llmtrain.distributed.launch.keys import example
 from llmtrain.tools.doctor.case import Case, Verdict, error, join, ok, refusal, warning
 from llmtrain.tools.launch.file import LaunchFile
 
@@ -54,7 +55,7 @@ def default_file(case: Case) -> Verdict:
     if case.launch is not None:
         return ok(f"{path} is there; {case.launch.path} is named and takes its place")
     found = f"accelerate launch without --config_file takes {path}, which nobody named"
-    return warning(found, "name one: --config_file FILE, such as accelerate_configs/ddp.yaml")
+    return warning(found, f"name one: --config_file FILE, such as {example('ddp')}")
 
 
 def describe_launch(file: LaunchFile) -> Verdict:

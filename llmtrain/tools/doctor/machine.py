@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -41,8 +42,15 @@ _SOURCE = "#include <Python.h>\n#include <vector>\nint main() { std::vector<int>
 SHARED_MEMORY = Path("/dev/shm")
 
 
-# Libraries whose release matters: the lowest allowed release was tested with all strategies.
-_LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
+# Library → the releases that passed the tests, the lowest first; scripts/try_versions.sh runs them,
+# docs/reference/versions.md has the results. Later ones are not allowed by the package.
+TESTED = {
+    "torch": ("2.13", "2.14"),
+    "accelerate": ("1.10", "1.15"),
+    "transformers": ("5.12", "5.23", "5.24"),
+    "deepspeed": ("0.19",),
+    "peft": ("0.21",),
+}
 
 
 def devices(case: Case) -> Verdict:
@@ -61,6 +69,8 @@ def devices(case: Case) -> Verdict:
         return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], case), *broken])
     rates = cpu_rates()
     found = f"{_threads(case)}; {rates}: precision auto is {rates.faster}"
+    if sys.platform == "darwin":
+        return ok(f"macOS: training is on the CPU, never on Apple's GPU; {found}")
     if has_gpu(case.env):
         built = torch.version.cuda or torch.version.hip or "without any"
         unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
@@ -208,24 +218,11 @@ def versions(case: Case) -> Verdict:
     """Check the libraries against the tested releases, and for the packages of the trackers."""
     if case.config:
         check_installed(case.config.logging.trackers)
-    looked = [_version(name, wanted, case) for name, wanted in requirements().items()]
+    looked = [_version(name, releases, case) for name, releases in TESTED.items()]
     return join([ok(f"Python {platform.python_version()}"), *looked])
 
 
-def requirements() -> dict[str, str]:
-    """Return library → what llmtrain's package requires of it, such as `torch>=2.13`."""
-    listed = (re.split(r"[;\s]", line)[0] for line in metadata.requires("llmtrain") or ())
-    named = {re.split(r"[<>=\[]", one)[0]: one for one in listed}
-    return {name: named[name] for name in _LIBRARIES}
-
-
-def lowest(requirement: str) -> str:
-    """Return the release that was tested: 2.13 for `torch>=2.13`."""
-    return requirement.partition(">=")[2].partition(",")[0]
-
-
-def _version(name: str, requirement: str, case: Case) -> Verdict:
-    release = lowest(requirement)
+def _version(name: str, releases: Sequence[str], case: Case) -> Verdict:
     try:
         there = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -235,14 +232,15 @@ def _version(name: str, requirement: str, case: Case) -> Verdict:
             return ok("no deepspeed (only the zero strategies need it)")
         found = f"no deepspeed, which distributed.strategy {case.strategy} is"
         return error(found, INSTALL_DEEPSPEED)
-    found = f"{name} {there}"
-    if _release(there) < _release(release):
-        return error(f"{found} (needs {release})", f"pip install '{name}>={release}'")
-    if _release(there) == _release(release):
+    found, release = f"{name} {there}", _release(there)
+    tested = [_release(one) for one in releases]
+    if release < tested[0]:
+        return error(f"{found} (needs {releases[0]})", f"pip install '{name}>={releases[0]}'")
+    if release in tested:
         return ok(found)
-    found = f"{found} (tried with {release} only)"
-    remedy = f"pip install '{name}=={release}.*', as in constraints.txt"
-    return error(found, remedy) if "<" in requirement else warning(found, remedy)
+    found = f"{found} (tried with {', '.join(releases)} only)"
+    remedy = f"pip install '{name}=={releases[-1]}.*'"
+    return error(found, remedy) if release > tested[-1] else warning(found, remedy)
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch.environment import contradictions
+from llmtrain.distributed.launch.keys import example
 from llmtrain.distributed.launch.named import unsupported_problems
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.tools.launch.sections import check_sections, variables_of
@@ -87,7 +88,7 @@ def _values(path: Path) -> dict[str, object]:
         document = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         expected = f"a readable file of accelerate ({error.strerror})"
-        remedy = "one of accelerate_configs/"
+        remedy = f"a file such as {example('ddp')}"
         raise UserError(Problem("--accelerate", str(path), expected, remedy)) from error
     raise_any(document.problems, str(path))
     if not isinstance(document.value, dict):
@@ -101,10 +102,10 @@ def _kind(values: Mapping[str, object], asked: object) -> list[Problem]:
         expected = f"{_SUPPORTED}; accelerate starts one process for MULTI_CPU"
         return [Problem("distributed_type", kind, expected, "MULTI_GPU and use_cpu: true")]
     if kind not in _KINDS:
-        return [Problem("distributed_type", kind, _SUPPORTED, "accelerate_configs/ddp.yaml")]
+        return [Problem("distributed_type", kind, _SUPPORTED, example("ddp"))]
     if kind == "NO" and isinstance(asked, int) and asked > 1:
         expected = f"MULTI_GPU for {asked} processes; 'NO' starts one"
-        return [Problem("distributed_type", kind, expected, "accelerate_configs/ddp.yaml")]
+        return [Problem("distributed_type", kind, expected, example("ddp"))]
     return []
 
 

@@ -35,6 +35,7 @@ from llmtrain.distributed.launch.environment import (
     family,
     launcher_problems,
 )
+from llmtrain.distributed.launch.keys import example
 from llmtrain.distributed.launch.named import unsupported_problems, with_variables
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError, raise_any
@@ -131,7 +132,7 @@ def _launch_file(
     # The launcher imports DeepSpeed before there are ranks.
     if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
-        remedy = f"{INSTALL_DEEPSPEED}, or accelerate_configs/fsdp2.yaml"
+        remedy = f"{INSTALL_DEEPSPEED}, or {example('fsdp2')}"
         raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
     return file
 

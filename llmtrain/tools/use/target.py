@@ -84,9 +84,13 @@ def download(name: str, revision: str | None) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionResolutionError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        RevisionResolutionError,
+    )
 
     refusals = (HfHubHTTPError, HFValidationError, RevisionResolutionError, HTTPError, OSError)
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

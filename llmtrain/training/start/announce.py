@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import socket
+import sys
 
 import torch
 
@@ -151,7 +152,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
         why = why.removeprefix(elsewhere)
     place = f"{strategy} on {count} × {run.device.type}, {run.processes.precision}"
     return [
-        *_unused(devices, run.ranks.world_size),
+        *_devices(devices, run.ranks.world_size),
         f"threads   {threads.count} a process ({threads.why})",
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
         f"strategy  {place}: {why}",
@@ -161,8 +162,12 @@ def _summary(run: Run, trainable: int) -> list[str]:
     ]
 
 
-def _unused(devices: int, processes: int) -> list[str]:
-    """Return a line on the GPUs of this machine that a run of one process leaves unused."""
+def _devices(devices: int, processes: int) -> list[str]:
+    """Return a line on the GPUs of this machine that the run leaves unused."""
+    if sys.platform == "darwin":
+        return [
+            "devices   macOS: trains on the CPU, never on Apple's GPU; meant for trying things out"
+        ]
     if processes > 1 or devices < 2:
         return []
     how = f"--processes {devices}, in Python train(config, processes={devices})"

@@ -8,6 +8,7 @@ import pytest
 from helpers.checkpoints import saved_run
 from helpers.config import written
 
+import llmtrain
 from llmtrain.cli import main as module
 from llmtrain.cli.main import app, main
 
@@ -46,6 +47,7 @@ def test_help_shows_the_commands_in_groups():
         "Train language models: exact, resumable, any number of devices.\n"
         "\n"
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
+        "           init          write a config or a launch file to begin with\n"
         "           doctor        is this machine ready for this config?\n"
         "           plan          memory, strategy and speed before you pay for them\n"
         "Train      train         run a config; the same command resumes\n"
@@ -94,7 +96,18 @@ def test_ux_05_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    ["quickstart", "doctor", "plan", "train", "supervise", "report", *USE, *DATA, *CHECKPOINTS],
+    [
+        "quickstart",
+        "init",
+        "doctor",
+        "plan",
+        "train",
+        "supervise",
+        "report",
+        *USE,
+        *DATA,
+        *CHECKPOINTS,
+    ],
 )
 @pytest.mark.launches
 def test_every_command_explains_itself(command):
@@ -102,7 +115,7 @@ def test_every_command_explains_itself(command):
     assert shown.returncode == 0
     assert f"Usage: llmtrain {command}" in shown.stdout
     if command == "train":
-        assert "\n  Example: llmtrain train configs/quickstart.yaml " in shown.stdout
+        assert "\n  Example: llmtrain train mine.yaml training.steps=50; " in shown.stdout
 
 
 @pytest.mark.launches
@@ -224,3 +237,15 @@ def test_a_command_whose_output_was_closed_does_its_work(monkeypatch, stream):
         main(["config", "schema"])
     getattr(sys, stream).close()
     assert not ended.value.code
+
+
+def test_windows_is_refused_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "x.yaml"])
+    assert ended.value.code == 2
+    sentence = "llmtrain runs on Linux, not on Windows: install it in WSL (`wsl --install`)"
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+    with pytest.raises(llmtrain.UserError) as refused:
+        llmtrain.train(object())
+    assert str(refused.value) == sentence

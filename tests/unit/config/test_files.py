@@ -15,11 +15,6 @@ def test_every_config_in_the_repository_is_valid(path):
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-def test_the_packaged_quickstart_is_the_one_in_the_repository():
-    packaged = ROOT / "llmtrain" / "tools" / "quickstart.yaml"
-    assert packaged.read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
-
-
 @pytest.mark.parametrize("name", ["wikipedia_small", "wikipedia_124m"])
 def test_the_hub_sources_are_pinned(name):
     for source in load_config(ROOT / "configs" / "pretrain" / f"{name}.yaml").data.sources:

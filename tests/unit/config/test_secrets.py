@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.config import SMALLEST, loaded, problems, written
+from helpers.rings import needs
 
 from llmtrain.config import secrets
 from llmtrain.config.checks import check
@@ -216,6 +217,7 @@ def test_no_key_of_ours_is_a_secret():
     assert [key.name for key in all_keys() if secrets.is_secret_name(key.name)] == []
 
 
+@needs("transformers", "5.23")
 def test_no_field_of_any_model_of_transformers_is_refused():
     """Those that match hold numbers, switches, words or a piece of the vocabulary."""
     package = Path(importlib.util.find_spec("transformers").origin).parent

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.rings import needs
 
 from llmtrain.distributed import optimizer_state
 from llmtrain.distributed.optimizer_state import missing_package, state_bytes, states
@@ -38,6 +39,7 @@ def test_muon_keeps_what_the_table_says(shape):
     assert kept(torch.optim.Muon([parameter]), parameter) == said("muon", shape)
 
 
+@needs("bitsandbytes")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_8_bit_adamw_keeps_what_the_table_says(shape):
     from bitsandbytes import optim

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from helpers.rings import needs
 
 from llmtrain.config.schema import TrackerName
 from llmtrain.errors import RunError, UserError
@@ -201,6 +202,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, events):
     assert dict(scalars)[25] == 25 + 2000
 
 
+@needs("wandb")
 @pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}', "\xff"])
 def test_a_broken_file_of_ids_is_named(tmp_path, events, text):
     (tmp_path / IDS).write_bytes(text.encode("latin-1"))
@@ -209,6 +211,7 @@ def test_a_broken_file_of_ids_is_named(tmp_path, events, text):
     assert (tmp_path / IDS).read_bytes() == text.encode("latin-1")
 
 
+@needs("wandb")
 def test_a_disk_that_takes_no_ids_is_said(tmp_path, events, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

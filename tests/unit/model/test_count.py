@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.rings import diagonal
 from helpers.saved_bytes import saved_bytes
+from packaging.version import Version
 from transformers import LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -77,6 +79,8 @@ def total(described: Any, seq_len: int, arithmetic: str, checkpointing: str = "n
 def test_the_count_is_what_a_real_forward_saves_to_the_byte(
     name: str, arithmetic: str, checkpointing: str
 ) -> None:
+    if name == "opt" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("the code of opt in transformers before 5.23 reads values of fake tensors")
     kept, cast = saved_bytes(config(name), ids(), arithmetic, checkpointing)
     saved = count_saved(config(name), SEQ_LEN, arithmetic, checkpointing)
     assert saved.blocks + saved.once == kept

@@ -117,7 +117,9 @@ def test_blocks_below_the_first_trained_parameter_are_not_computed_again() -> No
 def test_none_changes_nothing() -> None:
     model = build("llama")
     recompute.apply(model, "none")
-    assert not model.is_activation_checkpointing
+    assert not any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+    recompute.apply(model, "full")
+    assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
 
 
 def test_a_model_that_does_not_support_it_is_refused() -> None:

@@ -177,6 +177,26 @@ def test_a_plan_of_adapters_counts_what_is_trained_and_saved(tmp_path):
     assert found.chosen.memory.total_bytes < whole.chosen.memory.total_bytes
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("qwen3", "num_attention_heads: 2"),  # their default is 32 heads of keys
+        ("qwen2", "num_attention_heads: 2"),
+        ("llama", "num_attention_heads: 4, num_key_value_heads: 3"),
+    ],
+)
+def test_keys_that_queries_cannot_share_are_refused_by_name(tmp_path, caplog, kind, fields):
+    text = SMALL.replace("llama", kind).replace("num_attention_heads: 4", fields)
+    with pytest.raises(UserError) as error:
+        plan(loaded(tmp_path, text=text), devices=1)
+    (problem,) = error.value.problems
+    assert problem.key == "model.config.num_key_value_heads"
+    heads = fields.partition(": ")[2][0]
+    assert f"a divisor of num_attention_heads, {heads}" in problem.expected
+    assert problem.remedy == f"model.config.num_key_value_heads={heads}"
+    assert caplog.records == []
+
+
 def test_qlora_is_planned_for_a_gpu_alone_and_whole(tmp_path):
     asked = (base(tmp_path), "adapter.kind=qlora")
     with pytest.raises(UserError) as refused:

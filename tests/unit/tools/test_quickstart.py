@@ -28,15 +28,20 @@ def test_two_cpu_processes_train_the_packaged_config(monkeypatch):
 
 
 @pytest.mark.launches
-def test_the_quickstart_never_imports_deepspeed(tmp_path):
-    """It is installed everywhere on Linux; its import takes seconds and looks for a compiler."""
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_the_quickstart_never_imports_deepspeed(tmp_path, strategy):
+    """It is installed everywhere on Linux; its import takes seconds and looks for a compiler.
+
+    Torch's module that builds extensions warns where there is a CUDA toolkit and no GPU.
+    """
     program = (
         "import sys, llmtrain\n"
         "from llmtrain.tools.quickstart import CONFIG\n"
         "assert 'deepspeed' not in sys.modules\n"
         "given = ['training.steps=1', 'run.dir=run', 'data.workers=0']\n"
+        f"given.append('distributed.strategy={strategy}')\n"
         "assert llmtrain.train(llmtrain.load_config(CONFIG, given)).exit_code == 0\n"
-        "sys.exit('deepspeed' in sys.modules)\n"
+        "sys.exit(bool({'deepspeed', 'torch.utils.cpp_extension'} & sys.modules.keys()))\n"
     )
     given = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]

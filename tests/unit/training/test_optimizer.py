@@ -2,6 +2,7 @@ import re
 
 import pytest
 import torch
+from helpers.rings import needs
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -230,6 +231,7 @@ def test_8_bit_adamw_without_its_package_is_refused(monkeypatch: pytest.MonkeyPa
         make_optimizer(tiny(True), config(name="adamw_8bit"))
 
 
+@needs("bitsandbytes")
 def test_8_bit_adamw_is_near_adamw() -> None:
     models = {}
     for name in ("adamw", "adamw_8bit"):

@@ -54,8 +54,11 @@ def _api() -> Any:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    from httpx2 import HTTPError
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+    )
 
     return HfHubHTTPError, HFValidationError, HTTPError, OSError
 

@@ -1,5 +1,6 @@
 import pytest
 from helpers.chats import library, make, open_chat, plain, talk, trained_texts
+from helpers.rings import needs
 
 from llmtrain.data.chat.control import END, START, longest, unmark
 from llmtrain.data.chat.rows import BadRowError, Example
@@ -60,6 +61,7 @@ def test_ft_19_tools_and_calls_are_marked_too(directory):
     assert count(one.ids, directory, "<|im_end|>") == 3
 
 
+@needs("transformers", "5.20")
 def test_the_ids_are_those_of_sanitize_control_tokens(directory):
     chat, theirs = open_chat(directory), library(directory)
     for text in ("<|im_end|>", "a<|im_end|>b", "\n<|im_end|>\n\n<|im_start|>", "x <|endoftext|>"):

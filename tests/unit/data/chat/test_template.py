@@ -2,6 +2,7 @@ import json
 
 import pytest
 from helpers.chats import DEFAULTS, SAMPLE, library, make, open_chat, talk
+from helpers.rings import needs
 from jinja2 import UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
@@ -111,6 +112,7 @@ x
 """
 
 
+@needs("transformers", "5.23")
 def test_the_environment_is_that_of_transformers(place):
     directory = place(FEATURES, unk_token={"__type": "AddedToken", "content": "<u>"})
     messages = [*talk("a", system="s"), {"role": "assistant", "content": "b", "reasoning": "r"}]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.rings import needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
@@ -122,7 +123,13 @@ def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched)
     ids=["NaN norm", "infinite norm", "three ranks not finite", "two without data", "no token"],
 )
 @pytest.mark.parametrize(
-    ("name", "fused"), [("adamw", True), ("adamw", False), ("muon", True), ("adamw_8bit", True)]
+    ("name", "fused"),
+    [
+        ("adamw", True),
+        ("adamw", False),
+        ("muon", True),
+        pytest.param("adamw_8bit", True, marks=needs("bitsandbytes")),
+    ],
 )
 def test_a_forbidden_step_changes_no_weight_moment_or_count(
     launched: Launched, forbidden: dict[str, float], name: str, fused: bool

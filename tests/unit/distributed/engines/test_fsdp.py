@@ -3,6 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.rings import needs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -61,6 +62,7 @@ def test_one_process_shards_on_a_cpu_and_leaves_the_environment_alone() -> None:
     close()
 
 
+@needs("accelerate", "1.15")
 def test_units_are_the_blocks_and_what_is_outside_of_them(launched: Launched) -> None:
     root, _ = prepared(launched, llama(tied=False))
     units = [name for name, part in root.named_modules() if isinstance(part, FSDPModule)]
@@ -73,6 +75,7 @@ def test_units_are_the_blocks_and_what_is_outside_of_them(launched: Launched) ->
     ]
 
 
+@needs("accelerate", "1.15")  # before it, nothing stays gathered after a forward
 def test_an_evaluation_leaves_parameters_sharded_and_the_module_in_training(
     launched: Launched,
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 from helpers.checkpoints import RUN, save
+from helpers.rings import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -347,7 +348,7 @@ def states_of(model, optimizer):
     }
 
 
-OPTIMIZERS = ["adamw", "muon", "adamw_8bit"]
+OPTIMIZERS = ["adamw", "muon", pytest.param("adamw_8bit", marks=needs("bitsandbytes"))]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

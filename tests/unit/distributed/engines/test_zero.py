@@ -87,7 +87,7 @@ def test_without_deepspeed_the_message_names_what_to_install(
         make("zero2", cpu=True)
     (problem,) = raised.value.problems
     assert problem.key == "distributed.strategy"
-    assert "pip install 'deepspeed>=0.19,<0.20' on Linux" in str(problem)
+    assert "pip install 'deepspeed>=0.19.8,<0.20' on Linux" in str(problem)
 
 
 def test_a_cpu_beside_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

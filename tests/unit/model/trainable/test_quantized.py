@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.rings import needs
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,6 +26,7 @@ def logits(model: nn.Module) -> Tensor:
     return model(torch.arange(12)[None] * 5 % 61, use_cache=False).logits
 
 
+@needs("bitsandbytes")
 def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for() -> None:
     import bitsandbytes as bnb
 

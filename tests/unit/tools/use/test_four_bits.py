@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from helpers.rings import needs
 
 from llmtrain.errors import UserError
 from llmtrain.tools.use import four_bits
@@ -21,6 +22,7 @@ def test_only_the_base_of_qlora_is_held_in_four_bits(monkeypatch):
         four_bits.are_held(QLORA)
 
 
+@needs("bitsandbytes")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 1e-2)])
 def test_rounded_weights_compute_what_the_four_bit_layer_does(precision, bound):
     import bitsandbytes as bnb

@@ -195,7 +195,7 @@ def test_deepspeed_is_no_step_of_the_ladder_where_it_is_not_installed(
     (problem,) = refused.value.problems
     rows = {row.split()[0]: row for row in problem.expected.splitlines()[1:]}
     assert {"ddp", "fsdp2", "fsdp2_offload", "zero3_offload"} == set(rows)
-    assert "pip install 'deepspeed>=0.19,<0.20' on Linux" in rows["zero3_offload"]
+    assert "pip install 'deepspeed>=0.19.8,<0.20' on Linux" in rows["zero3_offload"]
     assert "iB" not in rows["zero3_offload"]
     named = config(tmp_path, distributed__strategy="zero3_offload")
     assert planned(named).layout.strategy == "zero3_offload"

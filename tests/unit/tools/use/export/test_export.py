@@ -3,6 +3,7 @@
 That another process proves it is tested in `tests/distributed/test_use.py`.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -426,11 +427,11 @@ class Hub:
         from types import SimpleNamespace
 
         if self.private is None:
-            import httpx2
-            from huggingface_hub.errors import RepositoryNotFoundError
+            from huggingface_hub.errors import RepositoryNotFoundError, Response
 
-            request = httpx2.Request("GET", "https://hub.invalid")
-            raise RepositoryNotFoundError("404", response=httpx2.Response(404, request=request))
+            client = importlib.import_module(Response.__module__)
+            request = client.Request("GET", "https://hub.invalid")
+            raise RepositoryNotFoundError("404", response=Response(404, request=request))
         return SimpleNamespace(private=self.private)
 
     def create_repo(self, name, private, exist_ok):
