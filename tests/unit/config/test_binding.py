@@ -111,7 +111,7 @@ def test_a_difference_names_both_values(tmp_path):
     assert differences(old, removed) == [("model.config.hidden_size", 8, None)]
 
 
-names = st.text(min_size=1).filter(lambda text: text.strip() and text != "auto")
+names = st.text(min_size=1, max_size=60).filter(lambda text: text.strip() and text != "auto")
 
 
 @settings(deadline=None)
