@@ -70,7 +70,10 @@ def _main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    if sys.flags.optimize > 1:
+        from llmtrain.distributed.launch.environment import check_docstrings
+
+        check_docstrings(sys.flags.optimize)
 
 
 @app.command(rich_help_panel="Start", help="train a small model on the built-in sample, 2 minutes")

@@ -22,6 +22,8 @@ from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
+from llmtrain.config import secrets
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
@@ -57,6 +59,7 @@ class Progress:
         self._stream = stream
         self._moves = stream is not None and _is_terminal(stream)
         self._clock = clock
+        self._hide = secrets.hider(os.environ)  # a prompt may hold one
         self._live: Live | None = None
         self._next_draw = 0.0
         self._first: tuple[int, float] | None = None  # step and clock of the first call
@@ -245,7 +248,7 @@ class Progress:
     def _print(self, text: str) -> None:
         if self._stream is None:
             return
-        live, text = self._live, _CONTROL.sub(" ", text)
+        live, text = self._live, _CONTROL.sub(" ", self._hide(text))
         if live is not None:
             self._guard(lambda: live.console.print(text, markup=False, highlight=False))
         else:

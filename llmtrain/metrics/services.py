@@ -220,10 +220,8 @@ class _Trackio:
         self._tell()
 
     def finish(self) -> None:
-        import trackio
-
-        with _printed():
-            trackio.finish()
+        with _printed():  # not `trackio.finish`, which knows only the run of its own thread
+            self._run.finish()
         self._tell()
 
     def _tell(self) -> None:

@@ -3,7 +3,8 @@
 Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, and of one source
 `eval/LABEL/loss`. Ids are kept in `trackers.json`, so a resumed run continues the same tracker
 run. The trap: a tracker is an outside service. Its exceptions must never end the run: a failure is
-reported as one event, and the tracker is tried again every 100 logs.
+reported as one event, and the tracker is tried again every 100 logs. One that never answers is
+waited for once, and then opened beside the run.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import importlib.util
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,11 @@ from llmtrain.config import secrets
 from llmtrain.config.schema import TrackerName
 from llmtrain.errors import Problem, UserError, needed_on_disk
 from llmtrain.metrics.services import Case, Opened, open_service
+from llmtrain.processes import begin
 
 RETRY_EVERY = 100
+PATIENCE_SECONDS = 15.0  # for all trackers of a start together; then the run goes on without them
+_LOCAL = ("tensorboard",)  # written by this process alone, so there is nobody to wait for
 
 Report = Callable[[str, Mapping[str, object]], None]
 
@@ -33,8 +40,11 @@ _log = logging.getLogger(__name__)
 class _Guarded:
     """One tracker, whose failures are reported as events and not raised."""
 
-    def __init__(self, name: TrackerName, case: Case, report: Report) -> None:
+    def __init__(self, name: TrackerName, case: Case, report: Report, until: float) -> None:
+        """Open the tracker. until: of `time.monotonic`, when its answer is no longer waited for."""
         self.name = name
+        self._until = until
+        self._opening: Future[Opened] | None = None
         self._case = case
         self._report = report
         self._opened: Opened | None = None
@@ -60,8 +70,27 @@ class _Guarded:
 
     def _get(self) -> Opened:
         if self._opened is None:
-            self._opened = open_service(self.name, self._case, self._failed)
+            self._opened = self._open()
         return self._opened
+
+    def _open(self) -> Opened:
+        """Open the tracker in a thread of its own, which may hang; a later call asks it again."""
+        work = partial(open_service, self.name, self._case, self._failed)
+        if self.name in _LOCAL:
+            return work()
+        if self._opening is None:
+            self._opening = begin(work, f"tracker-{self.name}")
+        try:
+            found = self._opening.result(max(0.0, self._until - time.monotonic()))
+        except TimeoutError:
+            if self._opening.done():  # it is the service's own
+                self._opening = None
+                raise
+            raise TimeoutError(f"no answer in {PATIENCE_SECONDS:g} s") from None
+        except Exception:
+            self._opening = None
+            raise
+        return found
 
     def _works(self, call: Callable[[], object]) -> bool:
         try:
@@ -132,7 +161,10 @@ def open_trackers(
     ids, run_dir = _ids(names, ids_file), ids_file.parent
     hide = secrets.hider(os.environ)
     name, values = hide(run_dir.name), secrets.hidden(config, hide)
-    trackers = [_Guarded(one, Case(run_dir, ids[one], name, values, step), report) for one in names]
+    until = time.monotonic() + PATIENCE_SECONDS
+    trackers = [
+        _Guarded(one, Case(run_dir, ids[one], name, values, step), report, until) for one in names
+    ]
     for one in trackers:
         if one.address:
             _log.info("tracker   %s: %s", one.name, hide(one.address))

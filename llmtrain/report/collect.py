@@ -9,6 +9,7 @@ lines of steps that were lost. Each start line has the step that the run went ba
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config import yaml12
+from llmtrain.config import secrets, yaml12
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
 from llmtrain.rundir.goodput import Stretch, stretches, without_idle_starts
@@ -137,6 +138,7 @@ def collect(run_dir: Path) -> Tables:
         raise UserError(Problem("RUN", run_dir, expected, remedy))
     (lines, unread), text = record.short_record(run_dir), run_dir / contents.CONFIG
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
+    config = secrets.hider(os.environ)(config)
     history, starts = final_history(lines), _of("start", without_idle_starts(lines))
     return Tables(
         name=run_dir.resolve().name,

@@ -10,6 +10,7 @@ This module uses only the standard library, since the first check runs before to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -27,7 +28,7 @@ from llmtrain.distributed.launch.named import (
 )
 from llmtrain.distributed.plan.memory import FSDP, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
-from llmtrain.errors import Problem, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import DistributedConfig, TrainingConfig
@@ -59,6 +60,7 @@ def check_environment(
     Call it once, before torch is imported: an `Accelerator` writes ACCELERATE_USE_FSDP and
     ACCELERATE_USE_DEEPSPEED into the environment.
     """
+    check_docstrings(sys.flags.optimize)
     problems = launcher_problems(env)
     if not problems:  # otherwise the number of processes may be wrong
         found = [
@@ -67,6 +69,13 @@ def check_environment(
         ]
         problems = list(with_variables(found, env))
     raise_any(problems, _WHERE)
+
+
+def check_docstrings(optimize: int) -> None:
+    """Raise UserError if Python leaves docstrings out. optimize: `sys.flags.optimize`"""
+    if optimize > 1:
+        expected = "0 or 1: transformers reads docstrings when it is imported, which 2 leaves out"
+        raise UserError(Problem("PYTHONOPTIMIZE", optimize, expected, "unset PYTHONOPTIMIZE"))
 
 
 def verify_launch(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from llmtrain.checkpoint import filesystem
 from llmtrain.checkpoint import format as form
+from llmtrain.config import secrets
 from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
@@ -162,7 +163,18 @@ def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
             shutil.rmtree(run_dir / name, ignore_errors=True)
         for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):
             (run_dir / name).unlink(missing_ok=True)
-    contents.write_atomically(path, dump(config).encode())
+    contents.write_atomically(path, dump(_without_secrets(config)).encode())
+
+
+def _without_secrets(config: Config) -> Config:
+    """Return the config with secrets hidden in its prompts; other values that hold one are kept.
+
+    Prompts are the only free text that no later start compares or reads from there.
+    """
+    hide = secrets.hider(os.environ)
+    prompts = tuple(map(hide, config.evaluation.prompts))
+    evaluation = config.evaluation.model_copy(update={"prompts": prompts})
+    return config.model_copy(update={"evaluation": evaluation})
 
 
 def _compare(run_dir: Path, config: Config) -> None:

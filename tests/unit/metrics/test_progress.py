@@ -307,3 +307,14 @@ def test_each_record_is_one_line_of_a_log_that_can_be_read_back():
     assert parts["prompt"] == "The planet"
     assert "\\n" in sample
     assert checkpoint == "checkpoint step=5 name=step-00000005 bytes=7"
+
+
+def test_a_secret_in_a_prompt_is_hidden_in_what_is_shown(monkeypatch, terminal):
+    monkeypatch.setenv("HUB_TOKEN", "correct-horse-9-battery")
+    for stream in (io.StringIO(), terminal):
+        shown = progress_of(9, stream)
+        shown.sample(3, "say correct-horse-9-battery", " to correct-horse-9-battery")
+        shown.note("at correct-horse-9-battery")
+        shown.close()
+        assert "battery" not in stream.getvalue()
+        assert stream.getvalue().count("***") == 3

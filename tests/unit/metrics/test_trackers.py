@@ -2,12 +2,15 @@ import errno
 import importlib.util
 import json
 import re
+import threading
+import time
 import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from helpers.ranks import until
 from helpers.rings import needs
 
 from llmtrain.config.schema import TrackerName
@@ -113,6 +116,32 @@ def test_a_tracker_that_cannot_be_opened_is_opened_later(tmp_path, fake, events,
     assert [step for step, _ in fake.logged] == [100, 101, 102]
     assert [event for event, _ in events] == ["tracker_failed", "tracker_recovered"]
     assert fake.closed
+
+
+def test_a_tracker_that_never_answers_is_waited_for_once(tmp_path, fake, events, monkeypatch):
+    answers = threading.Event()
+
+    def hang(*_):
+        answers.wait()
+        return fake
+
+    opens(monkeypatch, hang)
+    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 0.3)
+    begun = time.monotonic()
+    run = opened(tmp_path, events, names=("wandb", "mlflow", "trackio"))
+    for step in range(1, 301):
+        run.log("train", step, {"loss": 1.0})
+    assert 0.3 <= time.monotonic() - begun < 3
+    assert [detail for event, detail in events if event == "tracker_failed"] == [
+        {"tracker": name, "error": "TimeoutError: no answer in 0.3 s"}
+        for name in ("wandb", "mlflow", "trackio")
+    ]
+    answers.set()
+    until(lambda: all(one._opening.done() for one in run._trackers), "the answers")
+    for step in range(301, 402):
+        run.log("train", step, {"loss": 1.0})
+    assert [event for event, _ in events[3:]] == ["tracker_recovered"] * 3
+    assert {step for step, _ in fake.logged} == {400, 401}
 
 
 def test_a_tracker_that_fails_at_the_end_does_not_raise(tmp_path, fake, events):

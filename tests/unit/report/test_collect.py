@@ -111,3 +111,11 @@ def test_an_evaluation_of_one_source_is_no_point_of_the_curve_of_all(tmp_path):
     lines = [runs.start_line(0), runs.eval_line(0), runs.eval_line(0, split="heldout/a", loss=9.0)]
     (found,) = collect(runs.write_run(tmp_path, lines)).evaluations
     assert found["split"] == "heldout"
+
+
+def test_a_secret_in_a_config_of_an_earlier_version_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "correct-horse-9-battery")
+    config = "evaluation:\n  prompts: ['say correct-horse-9-battery']\n"
+    found = collect(runs.write_run(tmp_path, runs.history(20), config=config))
+    assert "battery" not in found.config
+    assert found.settings["evaluation.prompts"] == ["say ***"]

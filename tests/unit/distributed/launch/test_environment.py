@@ -3,15 +3,20 @@
 Only what decides something is kept of them.
 """
 
+import os
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
 from helpers.config import loaded
+from helpers.ranks import ROOT
 
 from llmtrain.config.schema import Config, DistributedConfig
 from llmtrain.distributed.launch.environment import (
     allowed_strategies,
     awaited,
+    check_docstrings,
     check_environment,
     launcher_problems,
     verify_launch,
@@ -347,3 +352,22 @@ def test_all_variables_that_a_launcher_left_are_named(tmp_path):
     (problem,) = launcher_problems({**left, "HOME": "/root"})
     names = "WORLD_SIZE RANK MASTER_ADDR TORCHELASTIC_RUN_ID"
     assert problem.remedy == f"unset {names}, or use accelerate launch"
+
+
+def test_python_without_docstrings_is_refused_by_name() -> None:
+    for optimize in (0, 1):
+        check_docstrings(optimize)
+    with pytest.raises(UserError, match="PYTHONOPTIMIZE = 2") as caught:
+        check_docstrings(2)
+    assert caught.value.problems[0].remedy == "unset PYTHONOPTIMIZE"
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("words", [["report", "runs/a"], ["train", "a.yaml"], ["plan", "a.yaml"]])
+def test_every_command_refuses_it_before_anything_else(words: list[str]) -> None:
+    env = {**os.environ, "PYTHONOPTIMIZE": "2"}
+    command = [sys.executable, "-m", "llmtrain", *words]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "PYTHONOPTIMIZE = 2" in done.stderr
+    assert "Traceback" not in done.stderr

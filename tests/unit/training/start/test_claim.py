@@ -370,3 +370,18 @@ def test_a_field_of_the_status_of_another_type_counts_as_missing(
         assert len(place.run_id) == 32
         told = read_status(tmp_path)
         assert (told["run_id"], told["step"], told["restarts"]) == (place.run_id, 0, 0)
+
+
+def test_a_secret_in_a_prompt_is_not_written_and_no_later_start_minds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "correct-horse-9-battery")
+    asked = config(tmp_path, evaluation__prompts=["say correct-horse-9-battery", "The planet"])
+    with claim(asked, 1, "ddp"), closing(Lines(tmp_path)) as lines:
+        lines.write("start", 0)
+    written = (tmp_path / "config.yaml").read_text()
+    assert "battery" not in written
+    assert "say ***" in written
+    assert "The planet" in written
+    with claim(asked, 1, "ddp"):
+        pass
