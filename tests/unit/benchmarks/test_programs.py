@@ -68,7 +68,6 @@ def test_a_program_runs_with_its_smallest_arguments(program: str, tmp_path: Path
     arguments = [one.format(**places) for one in SMALLEST[program]]
     done = run([sys.executable, str(BENCHMARKS / f"{program}.py"), *arguments])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip()
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
