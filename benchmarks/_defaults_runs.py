@@ -28,6 +28,7 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 SEQ_LEN, ROWS, PADDED = 256, 8, 1024
+PADDED_STEPS = 4  # at least, as articles differ in length
 WARM = 2  # steps that are not counted; one where a step has four times the tokens
 
 
@@ -69,7 +70,7 @@ def with_trainer(asked: dict[str, Any]) -> dict[str, Any]:
     clock, warm = Clock(), WARM if asked["contender"] == "grouped" else 1
     steps = warm + math.ceil(asked["tokens"] / (ROWS * SEQ_LEN))
     if asked["contender"] == "padded":  # a step of it takes eight times as long
-        steps = warm + math.ceil(asked["tokens"] / (2 * ROWS * PADDED))
+        steps = warm + max(PADDED_STEPS, math.ceil(asked["tokens"] / (2 * ROWS * PADDED)))
     more: dict[str, Any] = {}
     if asked["contender"] == "by_length":
         steps = warm + 8  # from the longest batch of one sorted part to its shortest
@@ -183,6 +184,52 @@ def trainer_settings(arguments: Any) -> dict[str, Any]:
     }
 
 
+def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train with TRL's SFTTrainer, its rows packed."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    clock = Clock()
+    steps = WARM + math.ceil(asked["tokens"] / (ROWS * SEQ_LEN))
+    tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
+    tokenizer.pad_token = tokenizer.eos_token
+    some = articles(Path(asked["data"])).take(4 * ROWS * steps)
+    rows = datasets.Dataset.from_list([{"text": one["text"]} for one in some])
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            clock.end()
+
+    arguments = SFTConfig(
+        asked["folder"],
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        max_length=SEQ_LEN,
+        packing=True,
+        gradient_checkpointing=False,
+        bf16=asked["precision"] == "bf16",
+        use_cpu=True,
+        report_to="none",
+    )
+    torch.manual_seed(42)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.float32)
+    trainer = SFTTrainer(
+        model, arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Ends()]
+    )
+    collate = trainer.data_collator
+
+    def counted(batch: list[Any]) -> Any:
+        made = collate(batch)
+        clock.tokens.append(int((made["labels"][:, 1:] != -100).sum()))
+        return made
+
+    trainer.data_collator = counted
+    loss = trainer.train().training_loss
+    return clock.found(WARM) | {"settings": trainer_settings(arguments), "mean_loss": loss}
+
+
 def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
     """Train with llmtrain and its defaults; nothing is held out: the Trainer has no evaluation."""
     import llmtrain
@@ -244,8 +291,8 @@ def llmtrain_settings(config: Any, run: Any) -> dict[str, Any]:
 def main() -> None:
     """Train one contender."""
     asked = json.loads(sys.argv[1])
-    work = with_llmtrain if asked["contender"] == "llmtrain" else with_trainer
-    print(json.dumps(work(asked)), flush=True)
+    works = {"llmtrain": with_llmtrain, "trl": with_trl}
+    print(json.dumps(works.get(asked["contender"], with_trainer)(asked)), flush=True)
 
 
 if __name__ == "__main__":

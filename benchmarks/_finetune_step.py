@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from _finetune_runs import LORA
-from loop import Turns, ours
+from _loop_contenders import Next, Turns, ours
+from loop import take_part
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -76,7 +77,7 @@ def peft_model(base: Path) -> Any:
     return get_peft_model(model, settings).train()
 
 
-def with_peft(turns: Turns, name: str, model: Any, batches: Iterator[torch.Tensor]) -> float:
+def with_peft(turn: Next, model: Any, batches: Iterator[torch.Tensor]) -> float:
     """Train as one does by hand. Returns the last loss."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     groups = [
@@ -87,8 +88,8 @@ def with_peft(turns: Turns, name: str, model: Any, batches: Iterator[torch.Tenso
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
     parameters = list(trained.values())
     loss = torch.zeros(())
+    turn()
     for ids in batches:
-        turns.wait(name)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -96,7 +97,7 @@ def with_peft(turns: Turns, name: str, model: Any, batches: Iterator[torch.Tenso
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        turns.done(name)
+        turn()
     return loss.item()
 
 
@@ -110,21 +111,24 @@ def step(bench: Any) -> None:
     models = {name: peft_model(base) for name in ("peft", "peft again")}
     turns = Turns([*models, "llmtrain"])
     losses: dict[str, float] = {}
-    work: dict[str, Callable[[], float]] = {
-        name: lambda name=name, model=model: with_peft(turns, name, model, iter(batches))
+    work: dict[str, Callable[[Next], float]] = {
+        name: lambda turn, model=model: with_peft(turn, model, iter(batches))
         for name, model in models.items()
     }
-    work["llmtrain"] = lambda: ours(turns, "llmtrain", config)
+    work["llmtrain"] = lambda turn: ours(turn, config, lambda: turns.wait_for_all(steps + 1))
     threads = [
-        threading.Thread(target=lambda n=name, w=one: losses.update({n: w()}))
+        threading.Thread(target=take_part, args=(turns, name, one, steps, losses))
         for name, one in work.items()
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    least = {name: min(seconds[warm:]) for name, seconds in turns.seconds.items()}
-    middle = {name: statistics.median(seconds[warm:]) for name, seconds in turns.seconds.items()}
+    if len(losses) < len(work):
+        raise SystemExit("a variant failed; no figures")
+    counted = {name: seconds[1 + warm :] for name, seconds in turns.seconds.items()}
+    least = {name: min(seconds) for name, seconds in counted.items()}
+    middle = {name: statistics.median(seconds) for name, seconds in counted.items()}
     more = {"last_losses": losses, "shape": {**SHAPE, "seq_len": SEQ_LEN, "rows": ROWS}}
     bench.say("a LoRA step of peft, transformers and torch", 1e3 * least["peft"], "ms")
     ratio = least["llmtrain"] / least["peft"]

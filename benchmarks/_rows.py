@@ -124,16 +124,22 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def measure(
-    script: str, asked: dict[str, Any], limit: float, environment: dict[str, str] | None = None
+    script: str,
+    asked: dict[str, Any],
+    limit: float,
+    environment: dict[str, str] | None = None,
+    *,
+    python: str = sys.executable,
 ) -> tuple[list[dict[str, Any]], str]:
     """Run a script of this folder in a process of its own, and end it after `limit` seconds.
 
     asked: JSON, its only argument
+    python: the interpreter, which may be that of another environment
 
     Returns the objects that it printed, and what went wrong ("" = nothing).
     """
     process = subprocess.Popen(
-        [sys.executable, str(HERE / script), json.dumps(asked)],
+        [python, str(HERE / script), json.dumps(asked)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,8 +1,10 @@
 """The cost of chat data, adapters, export and sharded loading, beside what one would use instead.
 
-    python benchmarks/finetune.py [--shared DIR] [--quick] [--only PART …] [--json FILE]
+    python benchmarks/finetune.py [--shared DIR] [--trl PYTHON] [--turns N] [--quick]
+                                  [--only PART …] [--json FILE]
 
-DIR: has `sft/train.jsonl` and `tokenizers/qwen3` (default: ../shared/data beside this repository).
+DIR: has `sft/train.jsonl`, `tokenizers/qwen3` and `tokenizers/gpt2` (default: ../shared/data beside
+this repository). PYTHON: the interpreter of an environment with `trl`; it needs no llmtrain.
 Parts that need them are skipped, by name, where they are missing. Each line: a figure, its goal,
 whether it is met, and the load of the machine. All of it runs on one core with one thread, and
 times are CPU time; what is compared takes turns, and minima are compared. Rows of FILE that belong
@@ -19,6 +21,8 @@ to other parts stay as they are.
                 the class of its models it is another figure)
     shards      memory of a rank above 0 under FSDP2 while the model is loaded, over its shard
     step        a step of a LoRA run beside a loop of transformers, peft and torch
+    trl         full fine-tuning and LoRA on conversations beside TRL's SFTTrainer, packed and
+                padded: the same weights, template and tokens; whole runs, tokenizing included
 """
 
 from __future__ import annotations
@@ -28,18 +32,23 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from _finetune_data import TOKENIZER, TRAIN, opening, speed
 from _finetune_runs import checkpoint, export, shards
+from _finetune_sft import trl
 from data import machine, one_core
 
 # Nothing heavy here: the parts import what they measure.
 
-NEEDED = {"speed": (TRAIN, TOKENIZER), "opening": (TRAIN, TOKENIZER)}
+NEEDED = {
+    "speed": (TRAIN, TOKENIZER),
+    "opening": (TRAIN, TOKENIZER),
+    "trl": (TRAIN, "tokenizers/gpt2"),
+}
 PACKAGES = ("transformers", "peft", "accelerate")
 
 
@@ -52,6 +61,7 @@ class Sizes:
     starts: processes of each kind that open a stream, or whose memory is measured
     layers: of the model whose checkpoints, export and shards are measured
     steps: of each loop; the first `warm` of them are not counted
+    turns: runs of each contender beside TRL, each of `first` steps and `after` more
     """
 
     rounds: int = 5
@@ -60,20 +70,24 @@ class Sizes:
     layers: int = 16
     steps: int = 80
     warm: int = 10
+    turns: int = 2
+    first: int = 50
+    after: int = 10
 
 
-QUICK = Sizes(rounds=1, rows=300, starts=1, layers=2, steps=12, warm=6)
+QUICK = Sizes(rounds=1, rows=300, starts=1, layers=2, steps=12, warm=6, turns=1, first=2, after=2)
 
 
 class Bench:
     """The table, and what the parts share.
 
     shared: the directory with conversations and tokenizers
+    trl: the interpreter of an environment with TRL; None = there is none
     folder: a place for files, deleted at the end
     """
 
-    def __init__(self, shared: Path, folder: Path, sizes: Sizes) -> None:
-        self.shared, self.folder, self.sizes = shared, folder, sizes
+    def __init__(self, shared: Path, trl: Path | None, folder: Path, sizes: Sizes) -> None:
+        self.shared, self.trl, self.folder, self.sizes = shared, trl, folder, sizes
         self.table: list[dict[str, Any]] = []
         self.part = ""
 
@@ -105,6 +119,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "export": export,
     "shards": shards,
     "step": step,
+    "trl": trl,
 }
 
 
@@ -112,6 +127,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared", type=Path)
+    parser.add_argument("--trl", type=Path, metavar="PYTHON")
+    parser.add_argument("--turns", type=int, help="runs of each contender beside TRL")
     parser.add_argument("--quick", action="store_true", help="a look whether it works")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path)
@@ -120,12 +137,16 @@ def main() -> None:
     about = machine() | {name: version(name) for name in PACKAGES}
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(shared.resolve(), Path(folder), QUICK if asked.quick else Sizes())
+        sizes = QUICK if asked.quick else Sizes()
+        sizes = replace(sizes, turns=asked.turns or sizes.turns)
+        bench = Bench(shared.resolve(), asked.trl, Path(folder), sizes)
         for part in asked.only:
             bench.part = part
             absent = [name for name in NEEDED.get(part, ()) if not (bench.shared / name).exists()]
             if absent:
                 bench.say(f"{part}: skipped, as --shared has no {', '.join(absent)}", None, "")
+            elif part == "trl" and bench.trl is None:
+                bench.say("trl: skipped, as no --trl names an environment with it", None, "")
             else:
                 PARTS[part](bench)
     if asked.json:

@@ -2,7 +2,8 @@
 
     python benchmarks/page.py [--results benchmarks/results] [--out docs/reference/speed.md]
 
-It reads loop.json, head.json, defaults.json, gpu.json, scaling.json and report.json, a row a line.
+It reads loop.json, head.json, defaults.json, finetune.json (what is beside TRL), threads.json,
+gpu.json, scaling.json and report.json, a row a line.
 A benchmark without results is named with its command. A rehearsal on a CPU is no result of a GPU
 and is left out.
 """
@@ -59,7 +60,31 @@ python benchmarks/head.py --json benchmarks/results/head.json
 ```
 
 Forward and backward of head and loss alone, in chunks, by transformers and by torch's own kernel:
-CPU time in one thread, and memory beyond the operands.
+CPU time in one thread, and memory beyond the operands. Of conversations a half or a quarter of the
+tokens is trained; the others are never multiplied.
+"""
+_TRL = """
+## From conversations to trained tokens
+
+```bash
+python benchmarks/finetune.py --only trl --trl PYTHON --json benchmarks/results/finetune.json
+```
+
+Conversations in, trained tokens out, full and with LoRA, beside TRL's SFTTrainer in an environment
+of its own (`PYTHON`): the same weights (Llama, hidden 192, 4 layers, a tied vocabulary of 50,304),
+tokens and masks, 4 rows of 256 tokens a step, on one core with one thread, in turns. A rate is that
+of a whole run, its start and tokenizing included, up to a step, and then from there on.
+"""
+_THREADS = """
+## Threads
+
+```bash
+python benchmarks/threads.py --json benchmarks/results/threads.json
+```
+
+A step of a small model with a thread for each core, while waiting threads sleep, as llmtrain asks
+for, or spin, as they do by default. The neighbour computes on every core. Milliseconds are wall
+time but where CPU time is named.
 """
 _GPU = """
 ## One GPU
@@ -97,6 +122,8 @@ _TABLE = "| what | figure | unit | goal | | load |\n|---|---|---|---|---|---|\n"
 _PARTS = (
     ("head", _HEAD_AND_LOSS),
     ("defaults", _DEFAULTS),
+    ("finetune", _TRL),
+    ("threads", _THREADS),
     ("gpu", _GPU),
     ("scaling", _SCALING),
     ("report", _REPORT),
@@ -109,6 +136,8 @@ def page(results: Path) -> str:
     parts = [_HEAD, _LOOP, *map(loop_line, loop)]
     for name, text in _PARTS:
         rows = read_rows(results / f"{name}.json")
+        if name == "finetune":
+            rows = [row for row in rows if row["part"] == "trl"]
         if name == "gpu":
             rows = [row for row in rows if row.get("device") not in (None, "cpu")]
         parts += [text, "\n", section(name, rows)]
@@ -132,7 +161,7 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
     first, loads = rows[-1], [row["load"] for row in rows]
     device = f"{first['device']}, " if first.get("device") not in (None, "cpu") else ""
     return (
-        f"Measured on {first['date']} at {first['git']} on {device}{first['cpus']} cores "
+        f"Measured on {first['date']} at {first.get('git', 'a commit before it')} on {device}{first['cpus']} cores "
         f"({first['cpu']}), {first['machine']}, Python {first['python']}, torch {first['torch']}, "
         f"transformers {first['transformers']}, accelerate {first['accelerate']}; load average "
         f"{min(loads):.0f} to {max(loads):.0f}.\n"
