@@ -32,13 +32,16 @@ PROGRAM
 try() {  # NAME PYTHON EXTRAS PIP_ARGS
   local venv="$FOLDER/$1" log="$FOLDER/$1.log" begun=$SECONDS code=0
   make VENV="$venv" PYTHON="$2" EXTRAS="$3" PIP_ARGS="$4" test >"$log" 2>&1 || code=$?
-  "$venv/bin/python" - "$1" "$(grep -E '^[0-9]+ (passed|failed)' "$log" | tail -n 1)" <<'PROGRAM'
+  local result
+  if result=$(grep -E '^[0-9]+ (passed|failed)' "$log" | tail -n 1); then
+    "$venv/bin/python" - "$1" "$result" <<'PROGRAM'
 import platform, sys
 from importlib.metadata import version
 names = ("torch", "accelerate", "transformers", "deepspeed", "peft", "numpy", "pydantic", "typer")
 versions = [platform.python_version(), *(version(name) for name in names)]
 print("|", " | ".join([sys.argv[1], *versions, sys.argv[2]]), "|")
 PROGRAM
+  fi
   echo "$1: exit code $code after $((SECONDS - begun)) s, log in $log" >&2
   rm -rf "$venv"
   return "$code"
