@@ -162,8 +162,8 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
     device = f"{first['device']}, " if first.get("device") not in (None, "cpu") else ""
     return (
         f"Measured on {first['date']} at {first.get('git', 'a commit before it')} on "
-        f"{device}{first['cpus']} cores ({first['cpu']}), {first['machine']}, Python {first['python']}, torch {first['torch']}, "
-        f"transformers {first['transformers']}, accelerate {first['accelerate']}; load average "
+        f"{device}{first['cpus']} cores ({first['cpu']}), {first['machine']}, "
+        f"Python {first['python']}, torch {first['torch']}, transformers {first['transformers']}, accelerate {first['accelerate']}; load average "
         f"{min(loads):.0f} to {max(loads):.0f}.\n"
     )
 
