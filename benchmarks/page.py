@@ -160,10 +160,11 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
     """Return a sentence on the machine."""
     first, loads = rows[-1], [row["load"] for row in rows]
     device = f"{first['device']}, " if first.get("device") not in (None, "cpu") else ""
+    commit = first.get("git", "a commit before it")
     return (
-        f"Measured on {first['date']} at {first.get('git', 'a commit before it')} on "
-        f"{device}{first['cpus']} cores ({first['cpu']}), {first['machine']}, "
-        f"Python {first['python']}, torch {first['torch']}, transformers {first['transformers']}, accelerate {first['accelerate']}; load average "
+        f"Measured on {first['date']} at {commit} on {device}{first['cpus']} cores "
+        f"({first['cpu']}), {first['machine']}, Python {first['python']}, torch {first['torch']}, "
+        f"transformers {first['transformers']}, accelerate {first['accelerate']}; load average "
         f"{min(loads):.0f} to {max(loads):.0f}.\n"
     )
 
