@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from llmtrain import heartbeat
 from llmtrain.data.chat.rows import needed_columns, refused_columns
+from llmtrain.data.documents.byte_ranges import columns_of, is_part_of
 from llmtrain.data.documents.elements import ranges
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
 from llmtrain.data.documents.reader import Reader
@@ -25,6 +26,7 @@ from llmtrain.data.documents.rows import is_text
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.sources.local import TABLES, bounded, file_format, first_few, is_index
+from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
 
@@ -132,6 +134,11 @@ def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -
 def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
     where = source.where(file)
     schema = _schema(source, file, key, reader)
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        return Problem(
+            f"{key}.path", where, f"columns with names that differ, not {twice[0]} twice"
+        )
     if source.form is not None:
         if problem := _other_form(source, key, where, schema.names):
             return problem
@@ -266,6 +273,27 @@ def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
         bounds = [unit.start + rows * i // slices for i in range(slices + 1)]
         for start, stop in pairwise(bounds):
             yield unit._replace(start=start, stop=stop)
+
+
+def text_size(source: Source, unit: Unit, reader: Reader) -> float:
+    """Return the size of a unit's text without reading it: bytes, or tokens of a cache."""
+    if source.cached:
+        return token_cache.num_tokens(source, unit)
+    if unit.group < 0:
+        return min(unit.stop, source.files[unit.file].size) - unit.start
+    names = columns_of(replace(source, id_column=None))
+    if (file_format(source.files[unit.file].name) or ("",))[0] == "arrow":
+        batch = reader.units.batches(source, unit.file)[unit.group]
+        part = batch.slice(unit.start, unit.stop - unit.start)
+        return float(sum(part.column(name).nbytes for name in names if name in part.schema.names))
+    group = reader.units.footer(source, unit.file).row_group(unit.group)
+    columns = (group.column(index) for index in range(group.num_columns))
+    text = sum(
+        column.total_uncompressed_size
+        for column in columns
+        if any(is_part_of(column.path_in_schema, name) for name in names)
+    )
+    return float(text * (unit.stop - unit.start) / group.num_rows)
 
 
 def missing_column(key: str, name: str, where: str, columns: Sequence[str]) -> Problem:

@@ -52,6 +52,6 @@ def plain(source: Source, texts: Iterable[str]) -> Iterator[str]:
             yield text
             continue
         try:
-            yield contents(to_example(text, source.form, source.columns))
+            yield contents(to_example(text, source.form, source.columns, source.reading))
         except BadRowError:
             continue  # the first rows are checked, and later ones when they are read

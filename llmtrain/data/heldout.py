@@ -147,7 +147,7 @@ def _documents(
                 text = str(rows.text(row)[0])
                 encoded = encoder.documents(source, [text])[0]
                 if encoded.bad is not None and not reader.reading.skip_bad_rows:
-                    raise UserError(bad_row(source, u, row, reader, str(encoded.bad)))
+                    raise UserError(bad_row(source, u, row, reader, encoded.bad))
                 if len(encoded.ids):
                     yield Held(k, text, encoded)
             else:

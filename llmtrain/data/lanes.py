@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.row_places import bad_row, row_order, unit_at, units_of
 from llmtrain.data.documents.rows import Rows
@@ -32,8 +33,8 @@ from llmtrain.types import Cursor
 
 FEW_UNITS = 768
 CHAT_LANES = 8
-LEAST_UNITS = 4  # of conversations, for each of these lanes …
-LEAST_BLOCKS = 8  # … and blocks: with fewer, some lanes end long before the others
+LEAST_UNITS = 8  # of conversations, for each of these lanes …
+LEAST_BLOCKS = 32  # … and blocks: with fewer, some lanes end long before the others
 NOTHING: Counter[str] = Counter()  # most documents have no counts
 MAX_AHEAD = 64  # documents that are tokenized in one call
 MAX_AHEAD_CHARACTERS = 1 << 18
@@ -56,18 +57,17 @@ def default_lanes(processes: int, units: int) -> int:
 
 
 def default_chat_lanes(processes: int, units: int, blocks: float) -> int:
-    """Return the number of lanes of a new run on conversations alone.
+    """Return the number of lanes of a new run that ends with its conversations.
 
     It is a multiple of 8, since a start renders a window of them in each lane. Where there are few
-    conversations it is 1, whatever the number of processes: the run ends with the data, and lanes
-    without any would make it longer by steps that train nothing.
+    conversations it is 8 or 1, whatever the number of processes: lanes that are empty, or end long
+    before the others, would make the run longer by steps that train nothing.
 
     units: the most that the data can be cut into
     blocks: about how many it fills
     """
-    if units < CHAT_LANES * LEAST_UNITS or blocks < CHAT_LANES * LEAST_BLOCKS:
-        return 1
-    return math.lcm(CHAT_LANES, processes)
+    most = min(units / LEAST_UNITS, blocks / LEAST_BLOCKS)
+    return next((n for n in (math.lcm(CHAT_LANES, processes), CHAT_LANES) if n <= most), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +254,10 @@ class Lane:
         if not self._reader.reading.skip_bad_rows:
             for one, found in zip(batch, encoded, strict=True):
                 if found.bad is not None:
-                    raise UserError(self._bad_row(k, one, str(found.bad)))
+                    raise UserError(self._bad_row(k, one, found.bad))
         return encoded
 
-    def _bad_row(self, k: int, one: Untokenized, why: str) -> Problem:
+    def _bad_row(self, k: int, one: Untokenized, why: BadRowError) -> Problem:
         """Return the problem of a conversation that cannot be used, with its file and line."""
         manifest, source = self._manifest, self._manifest.sources[k]
         u = unit_at(manifest, k, one.epoch, self._index, one.unit)

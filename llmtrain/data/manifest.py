@@ -20,7 +20,16 @@ import xxhash
 
 from llmtrain.config.binding import DataSettings, changes, way_out
 from llmtrain.config.schema import PackingName, SourceConfig
-from llmtrain.data.sources.local import SAMPLE, File, is_index, is_local, locate, resolve
+from llmtrain.data.chat.rows import READING
+from llmtrain.data.sources.local import (
+    SAMPLE,
+    File,
+    edges_digest,
+    is_index,
+    is_local,
+    locate,
+    resolve,
+)
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
 
@@ -59,6 +68,7 @@ class Source:
     id_column: None = the text is hashed instead of an id
     form: of its conversations, one of `chat.rows.FORMS`; None = its documents are texts
     columns: names of chat columns → the source's own, where these differ
+    reading: how rows of conversations are read, as for `chat.rows.to_example`
     whole_files: whether each file is one document (`document: file`)
     threshold: a document of a unit in `heldout_units` is held out if its hash is below it
     """
@@ -78,6 +88,7 @@ class Source:
     threshold: int = 0
     form: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
+    reading: int = READING
     whole_files: bool = False
 
     @property
@@ -166,7 +177,10 @@ class Manifest:
     def parts(self) -> Mapping[str, str]:
         """The parts of the fingerprint by name, each as a short value that shows what differs."""
         sources = self.sources
-        forms = [[source.form, dict(source.columns)] for source in sources]
+        forms = [
+            [source.form, dict(source.columns), *([source.reading] if source.reading > 1 else ())]
+            for source in sources
+        ]
         chat = {"chat": _short([asdict(self.chat), forms])} if self.chat else {}
         return {
             **chat,
@@ -233,11 +247,19 @@ def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
     """Whether the new path is on this machine and has exactly the files of a stored source."""
     if entry["remote"] or not (now.path == SAMPLE or is_local(now.path)):
         return False
+    stored = tuple(File(**file) for file in entry["files"])
     try:
-        files = resolve(now, key).files
+        root = Path(locate(now, key))
+        there = resolve(now, key).files
     except UserError:
         return False  # reported when the source is read
-    return files == tuple(File(**file) for file in entry["files"])
+    # A run may have begun with all splits of a directory, see `splits.py`.
+    moved = [root / file.name for file in stored]
+    same = all(
+        path.is_file() and (path.stat().st_size, edges_digest(path)) == file[1:]
+        for path, file in zip(moved, stored, strict=True)
+    )
+    return same and {file.name for file in there} <= {file.name for file in stored}
 
 
 def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
@@ -286,7 +308,11 @@ def _source_to_json(source: Source) -> dict[str, Any]:
         "root": source.root if source.remote else None,
         "revision": source.revision,
         "columns": {"text": source.text_column, "id": source.id_column},
-        **({"form": source.form, "names": source.columns} if source.form else {}),
+        **(
+            {"form": source.form, "names": source.columns, "reading": source.reading}
+            if source.form
+            else {}
+        ),
         **({"document": "file"} if source.whole_files else {}),
         "weight": source.weight,
         "max_epochs": source.max_epochs,
@@ -308,6 +334,7 @@ def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
         id_column=entry["columns"]["id"],
         form=entry.get("form"),
         columns=entry.get("names", {}),
+        reading=entry.get("reading", 1) if "form" in entry else READING,
         whole_files=entry.get("document") == "file",
         weight=weight,
         max_epochs=entry["max_epochs"],

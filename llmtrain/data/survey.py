@@ -23,7 +23,7 @@ from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.file_parts import Part, cut, inspect, missing_column
+from llmtrain.data.file_parts import Part, cut, inspect, missing_column, text_size
 from llmtrain.data.forms import max_epochs, plain, unfit_packing, with_form
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, Manifest, Source, TokenizerFacts, load
@@ -88,7 +88,8 @@ def survey(
     drafts = drafts[: len(named)]
     raise_any(unfit_packing(data, has_chat))
     if lanes is None:
-        lanes = _lanes(drafts, processes, data) if data.lanes == "auto" else data.lanes
+        auto = data.lanes == "auto"
+        lanes = _lanes(drafts, processes, settings, reader) if auto else int(data.lanes)
     sources = [
         replace(
             source,
@@ -102,13 +103,23 @@ def survey(
     return Survey(tuple(split), lanes, settings, reading, has_chat)
 
 
-def _lanes(drafts: Sequence[tuple[Source, list[Part]]], processes: int, data: DataConfig) -> int:
-    parts = [part for _, parts in drafts for part in parts]
-    if not all(source.form is not None for source, _ in drafts):
-        return default_lanes(processes, len(parts))
-    units = sum(1 if one.unit.group < 0 else one.unit.stop - one.unit.start for one in parts)
-    blocks = sum(one.nbytes for one in parts) / (BYTES_A_TOKEN * data.seq_len)
-    return default_chat_lanes(processes, units, blocks)
+def _lanes(
+    drafts: Sequence[tuple[Source, list[Part]]],
+    processes: int,
+    settings: DataSettings,
+    reader: Reader,
+) -> int:
+    """Return the number of lanes for `data.lanes: auto`."""
+    chat = [source.form is not None for source, _ in drafts]
+    ends = all(max_epochs(source, settings.epochs) is not None for source, _ in drafts)
+    found = [(source, part.unit) for source, parts in drafts for part in parts]
+    by_default = default_lanes(processes, len(found))
+    if not all(chat) and not (any(chat) and ends):
+        return by_default
+    units = sum(1 if unit.group < 0 else unit.stop - unit.start for _, unit in found)
+    nbytes = sum(text_size(source, unit, reader) for source, unit in found)
+    few = default_chat_lanes(processes, units, nbytes / (BYTES_A_TOKEN * settings.data.seq_len))
+    return few if all(chat) or few == 1 else by_default
 
 
 def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source, ...]:

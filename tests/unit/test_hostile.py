@@ -187,7 +187,7 @@ def test_rows(tmp_path, tokenizer, check):
                 chat = Chat(tokenizer, settings_of(config.chat, chats.DEFAULTS.date), 512)
                 encoder = Encoder(opened, chat)
                 check_first_rows(found, encoder)
-                count_unread(found.sources[0], "data.sources.0", 1, Reader(found.reading), encoder)
+                count_unread(found.sources[0], 1, Reader(found.reading), encoder)
 
             check(row, start)
 

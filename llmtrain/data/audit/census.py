@@ -15,18 +15,18 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from llmtrain.data.audit.ledger import text_of
-from llmtrain.data.documents.byte_ranges import columns_of, is_part_of
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.documents.units import GROUP_LIMIT
+from llmtrain.data.file_parts import text_size
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.token_cache import source as token_cache
@@ -313,32 +313,11 @@ def _pieces(source: Source, units: Sequence[int], reader: Reader) -> Iterator[_P
             alone = groups[unit.group][1] > GROUP_LIMIT
         together.setdefault((*unit[:2], unit.start if alone else -1), []).append(u)
     for members in together.values():
-        size = sum(_text_size(source, source.units[u], reader) for u in members)
+        size = sum(text_size(source, source.units[u], reader) for u in members)
         known = [source.units[u] for u in members if source.units[u].group >= 0]
         rows = sum(unit.stop - unit.start for unit in known)
         trained = 1 - held * sum(u in evaluated for u in members) / len(members)
         yield _Piece(tuple(members), size, rows, trained)
-
-
-def _text_size(source: Source, unit: Unit, reader: Reader) -> float:
-    """Return the size of a unit's text without reading it: bytes, or tokens of a cache."""
-    if source.cached:
-        return token_cache.num_tokens(source, unit)
-    if unit.group < 0:
-        return unit.stop - unit.start
-    names = columns_of(replace(source, id_column=None))
-    if _is_arrow(source, unit):
-        batch = reader.units.batches(source, unit.file)[unit.group]
-        part = batch.slice(unit.start, unit.stop - unit.start)
-        return float(sum(part.column(name).nbytes for name in names if name in part.schema.names))
-    group = reader.units.footer(source, unit.file).row_group(unit.group)
-    columns = (group.column(index) for index in range(group.num_columns))
-    text = sum(
-        column.total_uncompressed_size
-        for column in columns
-        if any(is_part_of(column.path_in_schema, name) for name in names)
-    )
-    return float(text * (unit.stop - unit.start) / group.num_rows)
 
 
 def _is_arrow(source: Source, unit: Unit) -> bool:

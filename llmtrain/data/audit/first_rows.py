@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +14,7 @@ import numpy as np
 from llmtrain.data.chat.rows import BadRowError, unread_keys
 from llmtrain.data.documents.byte_ranges import columns_of
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.documents.row_places import bad_row, place_of_row
-from llmtrain.data.file_parts import first_columns
+from llmtrain.data.documents.row_places import OF_THE_SOURCE, bad_row, place_of_row
 from llmtrain.data.heldout import training_rows, training_texts
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey
@@ -25,7 +24,6 @@ from llmtrain.errors import Problem, harmless, raise_any
 
 FIRST = 100  # rows of each source
 SHOWN = 5  # rows of a message
-NEVER_SKIPPED = ("judgement", "mask")  # bad rows that say what the whole source is
 
 
 class _Row(NamedTuple):
@@ -54,33 +52,27 @@ def check_first_rows(survey: Survey, encoder: Encoder) -> Encoded | None:
     return first
 
 
-def count_unread(
-    source: Source, key: str, seed: int, reader: Reader, encoder: Encoder
-) -> Mapping[str, int]:
+def count_unread(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Mapping[str, int]:
     """Return the keys of the first rows of conversations that nobody reads → how many rows.
 
     A key of a message is `messages.KEY`. Of a table every row has every column.
-    key: the source's key in the config, for messages
     """
     if source.form is None:
         return {}
     assert encoder.chat is not None
     written = encoder.chat.names
-    texts = chain.from_iterable(
-        training_texts(source, u, seed, reader) for u in range(len(source.units))
+    rows = (
+        (unit, text)
+        for u, unit in enumerate(source.units)
+        for text in training_texts(source, u, seed, reader)
     )
     counts: Counter[str] = Counter()
-    rows = 0
-    for text in islice(texts, FIRST):
-        rows += 1
+    read = set(columns_of(source))
+    for unit, text in islice(rows, FIRST):
         with suppress(BadRowError):  # reported, or skipped and counted, as a bad row
             counts.update(set(unread_keys(text, source.form, source.columns, written)))
-    if source.units[0].group >= 0:  # of a table only the columns of the form are read
-        counts.update({
-            column: rows
-            for column in first_columns(source, key, reader)
-            if column not in columns_of(source)
-        })  # fmt: skip
+        if unit.group >= 0:  # of a table only the columns of the form are in the text
+            counts.update(set(reader.units.schema(source, unit.file).names) - read)
     del counts[source.id_column or ""]
     return counts
 
@@ -117,14 +109,13 @@ def _problems(source: Source, key: str, rows: list[_Row], reader: Reader) -> Ite
         if one.encoded.bad is not None:
             kinds[one.encoded.bad.key].append(one)
     if good and reader.reading.skip_bad_rows:
-        kinds = {kind: bad for kind, bad in kinds.items() if kind in NEVER_SKIPPED}
+        kinds = {kind: bad for kind, bad in kinds.items() if kind in OF_THE_SOURCE}
     for bad in kinds.values():
-        problem = bad_row(source, bad[0].unit, bad[0].row, reader, str(bad[0].encoded.bad))
+        assert bad[0].encoded.bad is not None
+        problem = bad_row(source, bad[0].unit, bad[0].row, reader, bad[0].encoded.bad)
         others = [place_of_row(source, one.unit, one.row, reader) for one in bad[1:SHOWN]]
         if others:
             more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             expected = f"{problem.expected} (also in {', '.join(others)}{more})"
             problem = replace(problem, expected=expected)
-        if bad[0].encoded.bad is not None and bad[0].encoded.bad.key in NEVER_SKIPPED:
-            problem = replace(problem, remedy="repair the rows; chat.bad_rows=skip does not apply")
         yield problem

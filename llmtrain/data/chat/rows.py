@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from llmtrain.errors import Problem, UserError
 
 Message = dict[str, Any]
 
+READING = 2  # of rows: runs that began with another one continue with it
 FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an answer's reasoning
@@ -47,11 +49,15 @@ _OPTIONAL = {
     "alpaca": ("input", "history", *_ANY_FORM),
 }
 _NAMES = frozenset(chain(*_NEEDED.values(), *_OPTIONAL.values()))
+_SINCE_2 = ("history", "functions", "system_prompt", "weight")
 # Names under which other programs judge the answers of a row: these are no examples to follow.
 JUDGEMENTS = ("label", "kto_tag", "chosen", "rejected", "preferred_output", "non_preferred_output")
 _PAIRS = ({"chosen", "rejected"}, {"preferred_output"}, {"non_preferred_output"})
 # Names under which other programs say what is trained on, in ways that are not read here.
-MASKS = ("trainable", "loss", "loss_weight", "training", "train_detail", "training_detail", "mask")
+MASKS = (
+    *("trainable", "trained", "loss", "loss_weight", "loss_mask", "mask", "masked"),
+    *("training", "training_detail", "train_detail", "train_on_turn"),
+)
 # Keys of a message that are read here, and not only by the template.
 _MESSAGE_KEYS = (
     "role",
@@ -69,6 +75,7 @@ _SHAREGPT = {
     "function_call": "assistant",
     "observation": "tool",
 }
+_WRITTEN = {"true": True, "false": False, "True": True, "False": False, "0": 0, "1": 1}
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no tokenizer accepts
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _SAME: Mapping[str, str] = MappingProxyType({})  # every column has our name
@@ -169,7 +176,7 @@ def refused_columns(
         )
         remedy = f"keep the good answers and drop these columns; to train all: {key}={{{own}}}"
         return Problem(key, ", ".join(judgements), expected, remedy)
-    if masks := [name for name in MASKS if name in columns]:
+    if masks := [name for name in columns if name.lower() in MASKS]:
         expected = "conversations without a column that may say what is trained of them"
         remedy = f"write `train: true` or `false` in the rows; to train all: {key}={{{own}}}"
         return Problem(key, ", ".join(masks), expected, remedy)
@@ -192,9 +199,10 @@ def needed_columns(form: str) -> tuple[str, ...]:
     return _NEEDED[form]
 
 
-def columns_of_form(form: str) -> tuple[str, ...]:
-    """Return all columns that a form may have, in our names."""
-    return (*_NEEDED[form], *_OPTIONAL[form])
+def columns_of_form(form: str, reading: int = READING) -> tuple[str, ...]:
+    """Return all columns that a form may have, in our names. reading: as for `to_example`"""
+    every = (*_NEEDED[form], *_OPTIONAL[form])
+    return tuple(name for name in every if reading > 1 or name not in _SINCE_2)
 
 
 def contents(example: Example) -> str:
@@ -212,19 +220,25 @@ def as_text(row: Mapping[str, Any]) -> str:
     return json.dumps(_without_none(row), ensure_ascii=False, default=str)
 
 
-def to_example(text: str, form: str, columns: Mapping[str, str] = _SAME) -> Example:
+def to_example(
+    text: str, form: str, columns: Mapping[str, str] = _SAME, reading: int = READING
+) -> Example:
     """Return the content of a row.
 
     text: a JSON object with the source's column names
     columns: our names → the source's, where they differ
+    reading: 1 = as of runs that began before weights, history and functions were read, and
+        judgements and masks were refused
     Raises BadRowError.
     """
     row = _our_row(_object(text), columns)
-    if not is_named(form, columns):
+    if reading == 1:
+        row = {key: value for key, value in row.items() if key not in _SINCE_2}
+    elif not is_named(form, columns):
         _refuse_judgements(row)
         _refuse_masks(row, "the row")
-    example = _parse(row, form)
-    if _is_trained(row):
+    example = _parse(row, form, reading)
+    if row.get("train") is not False if reading == 1 else _is_trained(row):
         return example
     return replace(example, untrained=frozenset(range(max(len(example.messages), 1))))
 
@@ -266,43 +280,52 @@ def _refuse_judgements(row: Mapping[str, Any]) -> None:
         raise BadRowError("judgement", why)
 
 
-def _refuse_masks(named: Mapping[str, Any], what: str) -> None:
-    for name in MASKS:
-        if named.get(name) is not None:
+def _refuse_masks(named: Mapping[str, Any], what: str, *more: str) -> None:
+    for name, value in named.items():
+        if name.lower() in (*MASKS, *more) and value is not None:
             why = f"{what} has the key {name!r}, which may say what is trained; "
             raise BadRowError("mask", f"{why}write `train: true` or `false`, or remove it")
 
 
-def _parse(row: Mapping[str, Any], form: str) -> Example:
+def _parse(row: Mapping[str, Any], form: str, reading: int) -> Example:
     match form:
         case "messages":
-            return _conversation(row, _list(row, "messages"))
+            return _conversation(row, _list(row, "messages"), reading)
         case "conversations":
-            return _conversation(row, [_of_sharegpt(m) for m in _list(row, "conversations")])
+            said = [_of_sharegpt(one) for one in _list(row, "conversations")]
+            return _conversation(row, said, reading)
         case "prompt_completion":
-            return _prompt_and_completion(row)
+            return _prompt_and_completion(row, reading)
         case "alpaca":
-            return _conversation(row, _of_alpaca(row))
+            return _conversation(row, _of_alpaca(row, reading), reading)
     raise AssertionError(form)
 
 
-def _conversation(row: Mapping[str, Any], raw: Sequence[Any], prompts: int = 0) -> Example:
+def _conversation(
+    row: Mapping[str, Any], raw: Sequence[Any], reading: int, prompts: int = 0
+) -> Example:
     """Return the conversation of these messages.
 
     prompts: how many of the first messages belong to a prompt, and so are not trained
     """
-    messages = [_message(one) for one in raw]
+    messages = [_message(one, reading) for one in raw]
     if not messages:
         raise BadRowError("messages", "it has no messages")
-    untrained = {n for n, one in enumerate(messages) if not _is_trained(one)} | {*range(prompts)}
+    untrained = {n for n, one in enumerate(messages) if not _is_trained(one, reading)}
+    untrained |= {*range(prompts)}
     system = _one_of(row, "system", "system_prompt")
     if system and messages[0]["role"] != "system":
-        messages.insert(0, _message({"role": "system", "content": system}))
+        messages.insert(0, _message({"role": "system", "content": system}, reading))
         untrained = {n + 1 for n in untrained}
+    elif system and reading > 1 and messages[0]["content"] != system:
+        raise BadRowError("system", "its system column differs from its first message")
     _refuse_blank_answers(messages)
     tools = _tools(_one_of(row, "tools", "functions"))
     if tools and not row.get("tools"):  # OpenAI's older form
-        tools = [{"type": "function", "function": one} for one in tools]
+        tools = [
+            one if isinstance(one.get("function"), dict) else {"type": "function", "function": one}
+            for one in tools
+        ]
     return Example(messages, tools, None, frozenset(untrained))
 
 
@@ -314,12 +337,13 @@ def _one_of(row: Mapping[str, Any], name: str, other: str) -> Any:
     return value or row.get(other)
 
 
-def _message(raw: Any) -> Message:
+def _message(raw: Any, reading: int) -> Message:
     if not isinstance(raw, dict):
         raise BadRowError("messages", f"a message is {_show(raw)}, not an object")
     message = {name: value for name, value in raw.items() if value is not None}
-    _refuse_masks(message, "a message")
-    if message.get("role") == "function":  # OpenAI's older name
+    if reading > 1:
+        _refuse_masks(message, "a message", "label")
+    if reading > 1 and message.get("role") == "function":  # OpenAI's older name
         message["role"] = "tool"
     role = message.get("role")
     if role not in ROLES:
@@ -328,7 +352,9 @@ def _message(raw: Any) -> Message:
         if not isinstance(message.get(name, ""), str):
             raise BadRowError("content", f"{name} is {_show(message[name])}, not a string")
     calls = _parse_json(message.pop("tool_calls", None), "tool_calls")
-    call = _parse_json(message.pop("function_call", None), "function_call")  # OpenAI's older form
+    call = None
+    if reading > 1:  # OpenAI's older form
+        call = _parse_json(message.pop("function_call", None), "function_call")
     if call and calls:
         raise BadRowError("tool_calls", "a message has both tool_calls and function_call")
     calls = calls or ([{"function": call}] if call else None)
@@ -392,22 +418,22 @@ def _of_sharegpt(raw: Any) -> Any:
     return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _prompt_and_completion(row: Mapping[str, Any]) -> Example:
+def _prompt_and_completion(row: Mapping[str, Any], reading: int) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation(row, [*prompt, *completion], prompts=len(prompt))
+        return _conversation(row, [*prompt, *completion], reading, prompts=len(prompt))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         why = f"prompt is {_show(prompt)} and completion is {_show(completion)}; both must be "
         raise BadRowError("prompt", why + "strings, or both lists of messages")
     if not completion.strip():
         raise BadRowError("answer", "the completion is blank")
-    for name in ("system", "tools"):
+    for name in ("system", "system_prompt", "tools", "functions"):
         if row.get(name):
             raise BadRowError("prompt", f"{name!r} beside a prompt that is a string")
     return Example((), None, (prompt, completion))
 
 
-def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
+def _of_alpaca(row: Mapping[str, Any], reading: int) -> list[Message]:
     instruction, given = row.get("instruction"), row.get("input")
     if not isinstance(instruction, str):
         raise BadRowError("content", f"instruction is {_show(instruction)}")
@@ -417,6 +443,12 @@ def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
         raise BadRowError("history", f"history is {_show(pairs)}, not pairs of question and answer")
     asked = f"{instruction}\n\n{given}" if given else instruction
+    if isinstance(row.get("output"), list) and reading > 1:
+        why = "output is a list: answers of which one is better are not trained as chat"
+        raise BadRowError("judgement", why)
+    for text in chain.from_iterable(pairs):
+        if not isinstance(text, str):
+            raise BadRowError("history", f"history has {_show(text)}, not a string")
     return [
         {"role": role, "content": text}
         for pair in [*pairs, (asked, row.get("output"))]
@@ -431,9 +463,14 @@ def _refuse_blank_answers(messages: Iterable[Message]) -> None:
             raise BadRowError("answer", f"turn {turn}: the assistant's answer is blank")
 
 
-def _is_trained(named: dict[str, Any]) -> bool:
-    """Take the keys `train` and `weight` out of a message or a row, and return what they say."""
-    train, weight = named.pop("train", None), named.pop("weight", None)
+def _is_trained(named: dict[str, Any], reading: int = READING) -> bool:
+    """Take the keys `train` and `weight` out of a message or a row, and return what they say.
+
+    A table of CSV has them as strings.
+    """
+    train, weight = named.pop("train", None), named.pop("weight", None) if reading > 1 else None
+    if reading > 1:
+        train, weight = (_WRITTEN.get(v, v) if isinstance(v, str) else v for v in (train, weight))
     if train is not None and not isinstance(train, bool):
         raise BadRowError("train", f"train is {_show(train)}, not true or false")
     if weight is not None and weight not in (0, 1):
@@ -444,6 +481,11 @@ def _is_trained(named: dict[str, Any]) -> bool:
 
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     found = _parse_json(row.get(name), name)
+    if isinstance(found, dict) and found and all(isinstance(v, list) for v in found.values()):
+        # A list of structs, as older releases of `datasets` store it: a struct of lists.
+        with suppress(ValueError):
+            lines = list(zip(*found.values(), strict=True))
+            return [dict(zip(found, line, strict=True)) for line in lines]
     if not isinstance(found, list):
         raise BadRowError("messages", f"{name} is {_show(found)}, not a list")
     return found

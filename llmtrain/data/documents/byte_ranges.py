@@ -32,7 +32,8 @@ def columns_of(source: Source) -> list[str]:
     """Return the names of the columns that are read; files may lack optional ones of a form."""
     texts = [source.text_column]
     if source.form is not None:
-        texts = [source.columns.get(name, name) for name in columns_of_form(source.form)]
+        names = columns_of_form(source.form, source.reading)
+        texts = [source.columns.get(name, name) for name in names]
     return [*texts, *([source.id_column] if source.id_column else [])]
 
 

@@ -14,14 +14,17 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import PurePath
 
-from llmtrain.data.documents.lines import BOM, DECODED_LIMIT, MIB
+from llmtrain.data.documents.lines import BOM, DECODED_LIMIT, MIB, refuse_utf_16
 from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.errors import Problem
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON = json.JSONDecoder()
+HEAD_BYTES = 4096  # of a JSON file, where an array is told from lines
 
 
 def is_array(head: bytes) -> bool:
@@ -118,13 +121,12 @@ def csv_rows(
     def decoded() -> Iterator[str]:
         nonlocal position
         for line in lines:
-            text = line.decode("latin-1")
+            text = line.removeprefix(BOM) if position == 0 else line
             position += len(line)
-            yield text
+            yield text.decode("latin-1")
 
     csv.field_size_limit(DECODED_LIMIT)
-    suffix = next(one for one in _DELIMITERS if one in name.lower())
-    rows = csv.reader(decoded(), delimiter=_DELIMITERS[suffix], strict=True)
+    rows = csv.reader(decoded(), delimiter=_delimiter(name), strict=True)
     try:
         for row in rows:
             if len(row) > width:
@@ -142,13 +144,24 @@ def csv_rows(
         raise UnreadableError(Problem(f"{where}, byte {first}", None, expected)) from error
 
 
+def _delimiter(name: str) -> str:
+    suffixes = (suffix.lower() for suffix in reversed(PurePath(name).suffixes))
+    return next(_DELIMITERS[suffix] for suffix in suffixes if suffix in _DELIMITERS)
+
+
 def csv_header(lines: Iterable[bytes], name: str, where: str) -> list[str]:
     """Return the names of the columns, from the first row; [] if there is none.
 
-    Raises UnreadableError for names that are equal.
+    Raises UnreadableError for names that are equal, and for other signs between cells.
     """
-    names = next((cells for _, cells in csv_rows(lines, name, where)), [])
-    names = [one.removeprefix("\ufeff") if n == 0 else one for n, one in enumerate(names)]
+    first = next(lines := iter(lines), b"")
+    refuse_utf_16(first, where)
+    rows = csv_rows(chain([first], lines), name, where)
+    names = next((cells for _, cells in rows), [])
+    if len(names) == 1 and (other := next((one for one in ";\t|" if one in names[0]), None)):
+        comma = {",": "a comma", "\t": "a tab"}[_delimiter(name)]
+        expected = f"{comma} between cells; this file has {other!r} there"
+        raise UnreadableError(Problem(where, names[0], expected, "convert the file"))
     if len(set(names)) < len(names):
         twice = next(one for one in names if names.count(one) > 1)
         raise UnreadableError(Problem(where, twice, "columns with names that differ"))

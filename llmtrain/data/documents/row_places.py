@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.lines import BOM, decode_line, fields
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import Manifest, Source, Unit
@@ -26,6 +27,7 @@ from llmtrain.data.sources.local import TABLES, file_format
 from llmtrain.errors import Problem
 from llmtrain.hashing import mix, permutation
 
+OF_THE_SOURCE = ("judgement", "mask")  # bad rows that say what the whole source is
 DESCRIBING = ("title", "url")
 
 
@@ -66,11 +68,13 @@ def row_order(manifest: Manifest, k: int, u: int, epoch: int, rows: int) -> np.n
     return permutation(rows, mix(manifest.seed, 2, k, epoch, u))
 
 
-def bad_row(source: Source, u: int, row: int, reader: Reader, why: str) -> Problem:
+def bad_row(source: Source, u: int, row: int, reader: Reader, why: BadRowError) -> Problem:
     """Return the problem of a row of unit u that cannot be used. row: in file order"""
     where = source.where(source.units[u].file)
     expected = f"a conversation that can be trained on: {why}"
     remedy = "repair or remove the row, or chat.bad_rows=skip"
+    if why.key in OF_THE_SOURCE:
+        remedy = "repair the rows, they are not of the kind that is trained on"
     return Problem(f"{where}, {place_of_row(source, u, row, reader)}", None, expected, remedy)
 
 

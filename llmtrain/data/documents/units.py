@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from llmtrain.data.chat.rows import as_text
 from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
 from llmtrain.data.documents.elements import (
+    HEAD_BYTES,
     array_elements,
     csv_header,
     csv_objects,
@@ -51,7 +52,6 @@ GROUP_LIMIT = 64 * MIB  # the largest row group that is decoded at once
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * MIB
 OPEN_FOOTERS = 64
-HEAD_BYTES = 256  # of a JSON file, where an array is told from lines
 HELD_BYTES = 128 * MIB  # the most of a group on the Hub that is read at once, still compressed
 
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
+from llmtrain.data.documents.elements import HEAD_BYTES, array_elements, is_array
 from llmtrain.data.documents.lines import (
     DECODED_LIMIT,
     MIB,
@@ -32,11 +33,11 @@ from llmtrain.data.documents.lines import (
     to_bytes,
 )
 from llmtrain.data.documents.skipped import readable
-from llmtrain.data.sources.local import FORMATS, file_format
+from llmtrain.data.sources.local import FORMATS, PROSE, file_format
 from llmtrain.errors import Problem, UserError
 
 KINDS = {
-    **FORMATS,
+    **{suffix: kind for suffix, kind in FORMATS.items() if suffix != PROSE},
     ".feather": "arrow",
 }
 CHUNK_BYTES = 1 << 18
@@ -235,6 +236,10 @@ def _lines(path: Path, compression: str | None, kind: str) -> Iterator[tuple[int
     end = end_of_line(kind)
     number, rest = 1, b""
     stream = pa.input_stream(str(path), compression)
+    if kind == "jsonl" and is_array(pa.input_stream(str(path), compression).read(HEAD_BYTES)):
+        elements = array_elements(lambda size: bytes(stream.read(size)), str(path))
+        yield from enumerate((element for _, element in elements), 1)
+        return
     while chunk := stream.read(CHUNK_BYTES):
         data, position = rest + chunk, 0
         for found in end.finditer(data, max(0, len(rest) - 1)):

@@ -7,6 +7,7 @@ formats. Any other path in the form of an id is a data set on the Hub (`hub.py`)
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ import xxhash
 from llmtrain.config.schema import DocumentsConfig, SourceConfig
 from llmtrain.data.sources.splits import files_of_split
 from llmtrain.errors import Problem, UserError, harmless, raise_any
+
+log = logging.getLogger(__name__)
 
 SAMPLE = "sample"
 EDGE_BYTES = 64 * 1024
@@ -102,6 +105,13 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     there = list_files(source.path, root, key, prose=source.document == "file")
     if source.path != SAMPLE and Path(source.path).is_dir():
         there = files_of_split(source, root, there, key)
+    elif source.split != "train" or source.name is not None:
+        asked = " and ".join(
+            f"{name}: {harmless(value)}"
+            for name, value in (("name", source.name), ("split", source.split))
+            if value not in (None, "train")
+        )
+        log.warning("%s has no splits and no configs: %s is not looked at", source.path, asked)
     paths = sorted(there, key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):
         paths = _pairs(paths, key)
@@ -304,7 +314,7 @@ def _is_data(path: Path, root: Path, prose: bool) -> bool:
     parts = path.relative_to(root).parts
     if any(part.startswith((".", "_")) for part in parts) or path.name in OF_DATASETS:
         return False
-    return path.name.lower() not in NOT_DATA or (prose and path.suffix in (".md", ".txt"))
+    return path.name.lower() not in NOT_DATA or (prose and path.suffix.lower() in (".md", ".txt"))
 
 
 def _listing(directory: Path) -> str:
@@ -325,7 +335,10 @@ def _nothing_there(path: str, key: str, expected: str = ANY_SOURCE) -> Problem:
     near = Path(path).absolute().parent
     while not near.is_dir():
         near = near.parent
-    return Problem(key, path, expected, f"see what is there: {near} holds {_listing(near)}")
+    remedy = f"see what is there: {near} holds {_listing(near)}"
+    if path.startswith("~"):
+        remedy = "write the path out: ~ is not expanded here"
+    return Problem(key, path, expected, remedy)
 
 
 def _is_read(path: Path, source: DocumentsConfig) -> bool:

@@ -33,6 +33,7 @@ _LIKELY = re.compile(
     r"|^data/.*-\d{5}-of-\d{5}"
 )
 _SHOWN = 8
+WITHOUT_SPLITS = "%s has no splits: split %s is not looked at, and all its files are read"
 
 
 def files_of_split(
@@ -47,18 +48,24 @@ def files_of_split(
     """
     if (root / SAVED_SPLITS).is_file():
         names = _read(root / SAVED_SPLITS, key).get("splits") or []
+        _refuse_name(source, root, key)
         _require(source.split, names, key, "split")
         return _saved(root / source.split, key)
     if (root / SAVED_STATE).is_file():
+        _refuse_name(source, root, key)
+        own = _read(root / SAVED_STATE, key).get("_split")
+        if source.split != "train" and own:  # by default, it is the one that was saved
+            _require(source.split, [own], key, "split")
+        elif source.split != "train":
+            log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
         return _saved(root, key)
     patterns = _of_card(source, root, key)
     if patterns is None:
         names = (path.relative_to(root).as_posix() for path in there)
-        patterns = _of_names(root) if any(map(_LIKELY.search, names)) else {}
+        patterns = _of_names(root, key) if any(map(_LIKELY.search, names)) else {}
     if not patterns:
         if source.split != "train":
-            said = "%s has no splits: split %s is not looked at, and all its files are read"
-            log.warning(said, harmless(source.path), harmless(source.split))
+            log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
         return list(there)
     _require(source.split, patterns, key, "split")
     chosen = {split: _matching(root, of, key) for split, of in patterns.items()}
@@ -73,9 +80,7 @@ def _of_card(source: DocumentsConfig, root: Path, key: str) -> Mapping[str, Sequ
     configs = _configs(root, key)
     beside = key.rpartition(".")[0]
     if not configs:
-        if source.name is not None:
-            expected = f"left out: {root} has no configs"
-            raise UserError(Problem(f"{beside}.name", source.name, expected))
+        _refuse_name(source, root, key)
         return None
     from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
@@ -92,18 +97,25 @@ def _of_card(source: DocumentsConfig, root: Path, key: str) -> Mapping[str, Sequ
         below = asked.get("data_dir")
         if below is None:
             return None
+        _local({"data_dir": [str(below)]}, root, key)
         return {
             split: [f"{below}/{pattern}" for pattern in patterns]
-            for split, patterns in _of_names(root / below).items()
+            for split, patterns in _of_names(root / below, key).items()
         } or {"train": [f"{below}/**"]}
     except (ValueError, TypeError) as error:
         raise UserError(_bad_card(root, key, error)) from error
 
 
+def _refuse_name(source: DocumentsConfig, root: Path, key: str) -> None:
+    if source.name is not None:
+        expected = f"left out: {root} has no configs"
+        raise UserError(Problem(f"{key.rpartition('.')[0]}.name", source.name, expected))
+
+
 def _configs(root: Path, key: str) -> dict[str, Any]:
     if not (root / CARD).is_file():
         return {}
-    text = (root / CARD).read_text("utf-8", errors="replace")
+    text = (root / CARD).read_text("utf-8-sig", errors="replace")
     if not text.startswith("---") or "configs:" not in text:
         return {}
     import yaml
@@ -133,14 +145,16 @@ def _local(
     return {str(split): list(found) for split, found in patterns.items()}
 
 
-def _of_names(root: Path) -> Mapping[str, Sequence[str]]:
+def _of_names(root: Path, key: str) -> Mapping[str, Sequence[str]]:
     """Return split → patterns, as names of files and folders have them; {} if all are one split."""
     from datasets.data_files import DEFAULT_PATTERNS_ALL, EmptyDatasetError, get_data_patterns
 
     try:
         found = get_data_patterns(glob.escape(str(root)))
-    except (EmptyDatasetError, ValueError):  # no file, or a name that no split can have
-        return {}
+    except (EmptyDatasetError, ValueError) as error:
+        expected = f"names of files from which the splits can be told ({first_line(error)})"
+        remedy = "name the files of one split with a glob"
+        raise UserError(Problem(key, str(root), expected, remedy)) from error
     if found == DEFAULT_PATTERNS_ALL:
         return {}
     return {str(split): list(patterns) for split, patterns in found.items()}

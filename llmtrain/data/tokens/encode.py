@@ -73,7 +73,8 @@ class Encoder:
         assert self.chat is not None, "the manifest has the form of each source"
         assert source.form is not None
         try:
-            found = self.chat.sequences(to_example(text, source.form, source.columns))
+            row = to_example(text, source.form, source.columns, source.reading)
+            found = self.chat.sequences(row)
         except BadRowError as error:
             counts = {REJECTED: 1, f"{REJECTED}_{error.key}": 1}
             return Encoded(_NO_IDS, counts=counts, bad=error)

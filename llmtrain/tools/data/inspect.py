@@ -170,9 +170,7 @@ def _inspection(
                 k,
                 found[k],
                 read,
-                count_unread(
-                    manifest.sources[k], f"data.sources.{k}", manifest.seed, reader, encoder
-                ),
+                count_unread(manifest.sources[k], manifest.seed, reader, encoder),
             )
             for k in numbers
         ),

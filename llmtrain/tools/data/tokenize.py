@@ -106,7 +106,7 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _what_counts(config: Config) -> Config:
     """Return a config with only those values that can change a token; the rest is not set."""
-    kept = {"path", "name", "split", "revision", "text_column", "columns"}
+    kept = {"path", "name", "split", "revision", "text_column", "columns", "document"}
     sources = tuple(
         SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
         for source in config.data.sources

@@ -144,9 +144,8 @@ def _open_chat(
 def _warn_of_unread_keys(found: Survey, encoder: Encoder) -> None:
     """Name what the rows of conversations have and nobody reads, once for a run."""
     reader = Reader(found.reading)
-    for k, source in enumerate(found.sources):
-        key = f"data.sources.{k}"
-        if counts := count_unread(source, key, found.settings.seed, reader, encoder):
+    for source in found.sources:
+        if counts := count_unread(source, found.settings.seed, reader, encoder):
             _log.warning(
                 "%s: nobody reads these keys of its first %d rows (in how many): %s",
                 *(source.label, FIRST, describe_unread(counts)),

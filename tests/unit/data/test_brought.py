@@ -13,6 +13,7 @@ from llmtrain.data.audit.ledger import document_of, origins, replay
 from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.heldout import training_texts
+from llmtrain.data.lanes import default_chat_lanes
 from llmtrain.data.manifest import load as load_manifest
 from llmtrain.data.state import DataState
 from llmtrain.data.survey import survey
@@ -61,7 +62,10 @@ def test_a_message_of_weight_0_is_context():
         {"from": "gpt", "value": "Yes.", "weight": 1.0},
     ]
     assert trained({"conversations": shared}, "conversations") == ["Yes."]
-    for weight in (2, 0.5, -1, "0", [1]):
+    assert trained(
+        {"messages": [USER, answer("x", weight="0"), USER, answer("y", train="true")]}
+    ) == ["y"]
+    for weight in (2, 0.5, -1, "2", [1]):
         with pytest.raises(BadRowError, match="only 0"):
             trained({"messages": [USER, answer("x", weight=weight)]})
 
@@ -317,10 +321,49 @@ def test_few_conversations_have_one_lane_and_each_is_trained_in_every_epoch(
 
 def test_the_number_of_lanes_is_that_of_the_data(tmp_path, tokenizer):
     few = corpus.write_jsonl(tmp_path / "few.jsonl", chats.rows_of(300))
-    many = corpus.write_jsonl(tmp_path / "many.jsonl", chats.rows_of(3000))
+    many = corpus.write_jsonl(tmp_path / "many.jsonl", chats.rows_of(6000))
+    wide = [{**row, "notes": "not read " * 10_000} for row in chats.rows_of(40)]
+    table = corpus.write_parquet(tmp_path / "wide.parquet", wide)
     for processes in (1, 2, 3):
-        for path, lanes in ((few, 1), (many, 24 if processes == 3 else 8)):
-            settings = data_settings(corpus.config(path, heldout=0.0))
+        for path, lanes in ((few, 1), (table, 1), (many, 8)):
+            settings = data_settings(corpus.config(path, heldout=0.0, seq_len=128))
             assert survey(settings, processes).lanes == lanes
     text = corpus.write_jsonl(tmp_path / "text.jsonl", corpus.articles(5))
     assert survey(data_settings(corpus.config(text)), 1).lanes == 24
+    found = [default_chat_lanes(*asked) for asked in ((1, 63, 9e9), (1, 9**9, 255), (1, 64, 256))]
+    assert found == [1, 1, 8]
+    assert [default_chat_lanes(n, 10**6, 1e6) for n in (1, 3, 16)] == [8, 24, 16]
+    assert default_chat_lanes(64, 100, 1e6) == 8
+    both = [{"path": str(few), "max_epochs": 1}, {"path": str(text), "max_epochs": 1}]
+    assert survey(data_settings(corpus.config(*both)), 1).lanes == 1  # it ends with its sources
+    assert survey(data_settings(corpus.config(both[0], str(text))), 1).lanes == 24
+
+
+def test_a_run_that_began_before_reads_its_rows_as_it_did(tmp_path, tokenizer):
+    judged = {"messages": [USER, answer("No.", weight=0)], "label": False, "loss": 1}
+    assert trained_before(judged) == ["No."]
+    history = {"instruction": "b?", "output": "b", "history": [["a?", "a"]], "system_prompt": "s"}
+    assert trained_before(history, "alpaca") == ["b"]
+    assert trained_before({**history, "output": ["b", "c"]}, "alpaca") == ["bc"]
+    path = corpus.write_parquet(tmp_path / "a.parquet", [{**judged, "weight": 1.0, "history": "x"}])
+    columns = {"messages": "messages"}
+    manifest, _ = chats.data_of(tokenizer, {"path": str(path), "columns": columns})
+    stored = json.loads(manifest.to_bytes())
+    assert stored["sources"][0].pop("reading") == 2
+    (tmp_path / "manifest.json").write_text(json.dumps(stored))
+    config = corpus.config({"path": str(path), "columns": columns})
+    old = load_manifest(tmp_path / "manifest.json", config.data.sources)
+    assert (old.sources[0].reading, manifest.sources[0].reading) == (1, 2)
+    assert old.fingerprint != manifest.fingerprint
+    units = [
+        Reader(Reading(60)).rows(one, one.units[0]) for one in (old.sources[0], manifest.sources[0])
+    ]
+    assert [sorted(json.loads(rows.text(0)[0])) for rows in units] == [
+        ["messages"],
+        ["messages", "weight"],
+    ]
+
+
+def trained_before(row, form="messages"):
+    one = to_example(json.dumps(row), form, reading=1)
+    return [m["content"] for m in one.messages if m["role"] == "assistant" and not one.untrained]

@@ -119,6 +119,12 @@ def test_a_table_that_cannot_be_read_is_refused_with_the_reason(tmp_path, name, 
     assert expected in told
 
 
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path):
+    column = pa.array(["a"])
+    pq.write_table(pa.table([column, column], names=["text", "text"]), tmp_path / "a.parquet")
+    assert "columns with names that differ, not text twice" in message(tmp_path / "a.parquet")
+
+
 def test_the_message_for_a_table_without_text_names_its_columns_of_strings(tmp_path):
     rows = [{"id": 1, "body": "words", "summary": "word"}]
     told = message(corpus.write_parquet(tmp_path / "a.parquet", rows))

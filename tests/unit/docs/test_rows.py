@@ -75,9 +75,7 @@ def test_a_row_becomes_what_the_page_says(tmp_path, tokenizer, row, told, suffix
         return
     check_first_rows(found, encoder)
     trained, _, unread = told.partition("; not read: ")
-    assert sorted(count_unread(source, "data.sources.0", 42, reader, encoder)) == re.findall(
-        "`([^`]+)`", unread
-    )
+    assert sorted(count_unread(source, 42, reader, encoder)) == re.findall("`([^`]+)`", unread)
     (text,) = training_texts(source, 0, 42, reader)
     (encoded,) = encoder.documents(source, [text])
     said = []

@@ -105,6 +105,26 @@ def test_rows_of_csv_are_those_of_the_csv_module_wherever_they_are_cut(rows, del
         assert next(rest) == (at, cells)
 
 
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (b"text;id\n", "a comma between cells; this file has ';' there"),
+        (b"text\tid\n", "a comma between cells"),
+        ("text,id\n".encode("utf-16"), "its first bytes are those of UTF-16"),
+    ],
+)
+def test_a_header_of_another_kind_is_named(first, expected):
+    with pytest.raises(UnreadableError) as caught:
+        csv_header([first], "my.tsv-export.csv", "a.csv")
+    assert expected in str(caught.value)
+
+
+def test_a_mark_before_a_quoted_header_is_no_part_of_it():
+    lines = [b'\xef\xbb\xbf"text, or so",id\n', b"a,b\n"]
+    assert csv_header(lines, "a.csv", "a.csv") == ["text, or so", "id"]
+    assert [cells for _, cells in csv_rows(lines, "a.csv", "a.csv")][1] == ["a", "b"]
+
+
 def test_a_short_row_has_nulls_and_a_blank_line_is_no_row():
     lines = [b"\xef\xbb\xbfa,b\r\n", b"\r\n", b"1\r\n", b"2,3\r\n"]
     header = csv_header(lines, "a.csv", "a.csv")

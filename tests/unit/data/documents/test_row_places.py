@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import chats, corpus
 
+from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.row_places import (
     bad_row,
@@ -51,7 +52,7 @@ def test_a_row_is_named_by_its_line_or_its_row_group(place, name, expected):
         for index, row in enumerate(rows_of(reader, source, unit))
     ]
     assert sorted(found) == sorted((f"row-{n}", expected(n)) for n in range(len(ROWS)))
-    problem = bad_row(source, 0, 0, reader, "no role")
+    problem = bad_row(source, 0, 0, reader, BadRowError("role", "no role"))
     assert problem.key == f"{place / name}, {expected(0)}"
     assert "no role" in problem.expected
 

@@ -84,7 +84,7 @@ def test_files_of_no_split_are_named(tmp_path, caplog):
 
 def test_configs_of_a_readme_choose_files(tmp_path):
     write(tmp_path, "some/1.jsonl", "some/2.jsonl", "other.jsonl")
-    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "README.md").write_text(README, "utf-8-sig")
     assert names(tmp_path, name="words") == ["some/1.jsonl", "some/2.jsonl"]
     assert names(tmp_path, name="words", split="held") == ["other.jsonl"]
     assert names(tmp_path, name="all") == ["other.jsonl", "some/1.jsonl", "some/2.jsonl"]
@@ -102,6 +102,7 @@ def test_configs_of_a_readme_choose_files(tmp_path):
         ("data_files: ../a.jsonl", "files below"),
         ("data_files: /etc/a.jsonl", "files below"),
         ("data_files: missing.jsonl", "files that are there"),
+        ("data_dir: ../elsewhere", "files below"),
         ("data_files: 5", "`configs` name the files"),
         ("data_files: [{split: a b, path: x}]", "`configs` name the files"),
     ],
@@ -135,6 +136,29 @@ def test_what_save_to_disk_wrote_is_read_by_its_splits(tmp_path):
     for content in ("[]", "{", "{}", json.dumps({"_data_files": [{"filename": "../x.arrow"}]})):
         state.write_text(content)
         assert "one" in str(problem(tmp_path / "one"))
+
+
+def test_a_saved_split_is_not_another_one(tmp_path, caplog):
+    made = datasets.Dataset.from_list(corpus.articles(5))
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "dict")
+    assert names(tmp_path / "dict" / "test") == ["data-00000-of-00001.arrow"]
+    assert names(tmp_path / "dict" / "test", split="test") == ["data-00000-of-00001.arrow"]
+    assert "has no splits: split test is not looked at" in caplog.text
+    one = datasets.Dataset.from_list(corpus.articles(5), split=datasets.Split.TRAIN)
+    one.save_to_disk(tmp_path / "one")
+    assert problem(tmp_path / "one", split="validation").expected == "one of: train"
+    for path in (tmp_path / "dict", tmp_path / "one"):
+        assert problem(path, name="words").key == "data.sources.0.name"
+    write(tmp_path, "a.jsonl")
+    assert names(tmp_path / "a.jsonl", split="test", name="words") == ["a.jsonl"]
+    assert "has no splits and no configs: name: words and split: test" in caplog.text
+
+
+def test_names_from_which_splits_cannot_be_told_are_refused(tmp_path):
+    write(tmp_path, "data/train-clean-00000-of-00001.jsonl", "data/test-clean-00000-of-00001.jsonl")
+    found = problem(tmp_path)
+    assert "names of files from which the splits can be told" in found.expected
+    assert "glob" in found.remedy
 
 
 def test_a_path_with_brackets_has_splits_too(tmp_path):

@@ -150,6 +150,15 @@ def test_killed_at_any_point_the_same_command_ends_with_the_same_bytes(
 
 
 @pytest.mark.launches
+def test_whole_files_are_documents_where_that_is_asked(tmp_path):
+    (tmp_path / "notes").mkdir()
+    for n in range(3):
+        (tmp_path / "notes" / f"{n}.md").write_text(f"# {n}\n\nTwo\nlines.\n")
+    path = write_config(tmp_path / "config.yaml", tmp_path / "notes")
+    config = load_config(path, ["data.sources.0.document=file"])
+    assert tokenize(config, tmp_path / "out", 1, quiet).documents == 3
+
+
 def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path):
     for n in range(12):
         rows = [{"text": row["text"] * 20} for row in corpus.articles(60, 60 * n)]
