@@ -149,7 +149,6 @@ def test_killed_at_any_point_the_same_command_ends_with_the_same_bytes(
     assert kills >= (12 if deeper else 7)
 
 
-@pytest.mark.launches
 def test_whole_files_are_documents_where_that_is_asked(tmp_path):
     (tmp_path / "notes").mkdir()
     for n in range(3):
@@ -159,6 +158,7 @@ def test_whole_files_are_documents_where_that_is_asked(tmp_path):
     assert tokenize(config, tmp_path / "out", 1, quiet).documents == 3
 
 
+@pytest.mark.launches
 def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path):
     for n in range(12):
         rows = [{"text": row["text"] * 20} for row in corpus.articles(60, 60 * n)]
