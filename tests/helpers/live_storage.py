@@ -62,14 +62,16 @@ def peak_of_two_steps(
     arithmetic: str,
     checkpointing: str,
     head: Head | None = None,
+    trained: float = 1.0,
 ) -> int:
     """The most bytes that two steps of two micro-batches hold on one unwrapped process.
 
-    For models that take our attention. head: of the loss in chunks; None = from logits.
+    For models that take our attention. head: of the loss in chunks; None = from logits. trained:
+    share of the tokens that have a loss.
     """
     with live_storage() as count:
         model, optimizer = fake_model(model_config, checkpointing)
-        two_steps(model, optimizer, micro, seq_len, arithmetic, head=head)
+        two_steps(model, optimizer, micro, seq_len, arithmetic, head=head, trained=trained)
         return count.peak
 
 
@@ -92,6 +94,7 @@ def two_steps(
     arithmetic: str,
     before_forward: Callable[[], None] = lambda: None,
     head: Head | None = None,
+    trained: float = 1.0,
 ) -> None:
     """`TorchEngine`'s loop by hand: gradients add up, are measured, scaled down and applied."""
     module, parameters = LossModule(model, head), list(model.parameters())
@@ -100,8 +103,11 @@ def two_steps(
         for _ in range(2):
             ids = torch.zeros((micro, seq_len), dtype=torch.int64)
             before_forward()
+            known: dict[str, Any] = {"all_trained": True}
+            if trained < 1:
+                known = {"trained": torch.arange(int(trained * ids.numel()))}
             with autocast:
-                loss = module(ids, ids)
+                loss = module(ids, ids, **known)
             (loss * torch.ones(())).backward()
         gradients = [p.grad for p in parameters]
         norm = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()

@@ -108,6 +108,17 @@ def test_pf_9_the_plan_is_the_peak_with_the_loss_in_chunks(
     assert 0.99 * peak < found < 1.1 * peak
 
 
+@pytest.mark.parametrize("trained", [0.5, 0.25])
+@pytest.mark.parametrize("arithmetic", ["fp32", "autocast"])
+def test_with_fewer_trained_tokens_no_more_is_held_than_is_planned(
+    arithmetic: str, trained: float
+) -> None:
+    """Any micro-batch may have all of its tokens trained, so the plan counts them all."""
+    case = (*MODELS["gpt2 124M, 4 blocks"], arithmetic, "none")
+    peak = peak_of_two_steps(*case, head=Head(), trained=trained)
+    assert peak <= peak_of_two_steps(*case, head=Head()) < 1.02 * planned(*case, chunked=True)
+
+
 @pytest.mark.wide
 def test_the_oracle_agrees_with_torchs_memory_tracker() -> None:
     described = llama(256, 512, 3, 4, 2, 1000)
