@@ -113,10 +113,15 @@ def test_pf_9_the_plan_is_the_peak_with_the_loss_in_chunks(
 def test_with_fewer_trained_tokens_no_more_is_held_than_is_planned(
     arithmetic: str, trained: float
 ) -> None:
-    """Any micro-batch may have all of its tokens trained, so the plan counts them all."""
+    """Any micro-batch may have all of its tokens trained, so the plan counts them all.
+
+    Their places, and a chunk's rows that are gathered, are less than a thousandth.
+    """
     case = (*MODELS["gpt2 124M, 4 blocks"], arithmetic, "none")
     peak = peak_of_two_steps(*case, head=Head(), trained=trained)
-    assert peak <= peak_of_two_steps(*case, head=Head()) < 1.02 * planned(*case, chunked=True)
+    whole = peak_of_two_steps(*case, head=Head())
+    assert peak < 1.001 * whole
+    assert peak < 1.01 * planned(*case, chunked=True)
 
 
 @pytest.mark.wide
