@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,11 @@ def special_tokens(
 
     Raises UserError if it cannot be loaded or has no end-of-text token.
     """
-    tokenizer = load(str(path), revision)
-    if tokenizer.eos_token_id is None:
+    facts = _facts_of(str(path), revision)
+    if facts.eos is None:
         expected = "a tokenizer with an end-of-text token"
         raise UserError(Problem("model.tokenizer", Path(path).name, expected))
-    return SpecialTokens(
-        length_of(tokenizer, added),
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
+    return SpecialTokens(_length(facts.entries, added), facts.bos, facts.eos, facts.pad)
 
 
 def length_of(tokenizer: Any, added: Sequence[str] = ()) -> int:
@@ -78,9 +74,12 @@ def length_of(tokenizer: Any, added: Sequence[str] = ()) -> int:
 
     added: tokens that it will get if it lacks them; their ids follow the number of its entries
     """
-    known: dict[str, int] = tokenizer.get_vocab()
-    lacking = sum(token not in known for token in added)
-    return max(len(known) + lacking, 1 + max(known.values()))
+    return _length(tokenizer.get_vocab(), added)
+
+
+def _length(entries: Mapping[str, int], added: Sequence[str]) -> int:
+    lacking = sum(token not in entries for token in added)
+    return max(len(entries) + lacking, 1 + max(entries.values()))
 
 
 def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, ...]:
@@ -88,8 +87,8 @@ def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, 
 
     base, revision: a directory or Hub id; revision None = main
     """
-    known = load(base, revision).get_vocab()
-    found = load(str(tokenizer), None).get_vocab()
+    known = _facts_of(base, revision).entries
+    found = _facts_of(str(tokenizer), None).entries
     return tuple(sorted(id for entry, id in found.items() if entry not in known))
 
 
@@ -106,7 +105,7 @@ def token_ids(
 
     Raises UserError for each one that it does not have.
     """
-    known: dict[str, int] = load(str(path), revision).get_vocab()
+    known: dict[str, int] = _facts_of(str(path), revision).entries
     lacking = [token for token in added if token not in known]
     known = known | {token: id for id, token in enumerate(lacking, len(known))}
     key, expected = "adapter.train_tokens", "an entry of the run's tokenizer, as its files write it"
@@ -118,6 +117,32 @@ def token_ids(
 def _with_blank(entry: str, known: Container[str]) -> str:
     """Return how a tokenizer writes a word with a blank before it, if it has that."""
     return next((f"{mark}{entry}" for mark in "Ġ▁" if f"{mark}{entry}" in known), "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a start asks of a tokenizer, several times. Nobody changes it.
+
+    entries: each with its id
+    """
+
+    entries: dict[str, int]
+    bos: int | None
+    eos: int | None
+    pad: int | None
+
+
+def _facts_of(path: str, revision: str | None) -> _Facts:
+    """Return the facts of a tokenizer, which is loaded again only where its files have changed."""
+    files = sorted(Path(path).iterdir()) if Path(path).is_dir() else ()
+    stamps = [(file.name, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return _load_facts(path, revision, tuple(stamps))
+
+
+@lru_cache(maxsize=2)  # the base's and the run's
+def _load_facts(path: str, revision: str | None, stamps: tuple[tuple[str, int], ...]) -> _Facts:
+    found = load(path, revision)
+    return _Facts(found.get_vocab(), found.bos_token_id, found.eos_token_id, found.pad_token_id)
 
 
 def load(path: str, revision: str | None) -> Any:
