@@ -323,7 +323,7 @@ def rendered(monkeypatch):
     return written
 
 
-def test_case_11_a_conversation_of_5000_turns_takes_a_time_linear_in_them(tmp_path, rendered):
+def test_a_conversation_of_5000_turns_takes_a_time_linear_in_them(tmp_path, rendered):
     directory = make(tmp_path / "chatml", "chatml")
     chat = open_chat(directory)
     chat.check()
@@ -340,7 +340,7 @@ def test_case_11_a_conversation_of_5000_turns_takes_a_time_linear_in_them(tmp_pa
 
 
 @pytest.mark.parametrize("template", ["chatml", REWRITES], ids=["chatml", "one that rewrites"])
-def test_case_11_of_a_conversation_that_is_truncated_no_more_is_rendered_than_fits(
+def test_of_a_conversation_that_is_truncated_no_more_is_rendered_than_fits(
     tmp_path, rendered, template
 ):
     directory = make(tmp_path / "truncated", template, TOKENS)
@@ -356,7 +356,7 @@ def test_case_11_of_a_conversation_that_is_truncated_no_more_is_rendered_than_fi
 
 
 @pytest.mark.parametrize("template", ["chatml", REWRITES], ids=["chatml", "one that rewrites"])
-def test_case_11_a_conversation_that_is_too_long_is_refused_or_split_as_soon(
+def test_a_conversation_that_is_too_long_is_refused_or_split_as_soon(
     tmp_path, rendered, template
 ):
     directory = make(tmp_path / "long", template, TOKENS)

@@ -81,7 +81,7 @@ def test_what_is_supported_is_exact(tmp_path, base, case):
 
 
 @pytest.mark.parametrize("init", CHANGED_BASE)
-def test_case_13_an_adapter_whose_base_was_changed_is_refused(tmp_path, base, init):
+def test_an_adapter_whose_base_was_changed_is_refused(tmp_path, base, init):
     """Case 13: PiSSA and OLoRA were computed on the base as its files are, up to 0.087 away."""
     adapter = saved(tmp_path / "adapter", base, init_lora_weights=init)
     for work in (open_model, lambda target: merged_weights(target, 320, "F32")):
@@ -93,7 +93,7 @@ def test_case_13_an_adapter_whose_base_was_changed_is_refused(tmp_path, base, in
         assert "path_initial_model_for_weight_conversion" in problem.remedy
 
 
-def test_case_13_an_adapter_that_begins_at_some_tokens_is_refused(tmp_path, base):
+def test_an_adapter_that_begins_at_some_tokens_is_refused(tmp_path, base):
     """Case 13: such an adapter was ignored, so that the base alone answered."""
     adapter = saved(tmp_path / "adapter", base, alora_invocation_tokens=[5, 6])
     with pytest.raises(UserError, match=r"alora_invocation_tokens = \[5, 6\]"):
