@@ -39,13 +39,13 @@ def peak_bytes(work: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-def test_case_a_report_of_a_long_run_takes_a_few_hundred_bytes_a_line(long_run: Path) -> None:
+def test_a_report_of_a_long_run_takes_a_few_hundred_bytes_a_line(long_run: Path) -> None:
     """A line of 460 characters is 3,000 bytes as a dict: 150 MB would be a gigabyte."""
     assert peak_bytes(lambda: inline(collect(long_run))) < 600 * COUNT
     assert peak_bytes(lambda: goodput(long_run)) < 400 * COUNT
 
 
-def test_case_to_watch_a_long_run_takes_no_more_than_a_short_one(long_run: Path) -> None:
+def test_to_watch_a_long_run_takes_no_more_than_a_short_one(long_run: Path) -> None:
     assert peak_bytes(lambda: Watcher(long_run).look()) < 10 * 2**20
     assert Watcher(long_run).look().step == COUNT
 
