@@ -163,7 +163,7 @@ def test_a_checkpoint_with_a_link_in_place_of_a_file_is_not_exported(run, tmp_pa
     [
         ("x" * 250, "a directory that can be made (File name too long)"),
         ("file/out", "a directory that can be made (Not a directory)"),
-        ("a\0b", "a directory that can be made (embedded null byte)"),
+        ("a\0b", "embedded null"),  # byte, or character in path, by the release of Python
         ("pipe", "a directory that does not exist yet"),
         ("free", "is free while it is written"),
     ],
