@@ -356,9 +356,7 @@ def test_of_a_conversation_that_is_truncated_no_more_is_rendered_than_fits(
 
 
 @pytest.mark.parametrize("template", ["chatml", REWRITES], ids=["chatml", "one that rewrites"])
-def test_a_conversation_that_is_too_long_is_refused_or_split_as_soon(
-    tmp_path, rendered, template
-):
+def test_a_conversation_that_is_too_long_is_refused_or_split_as_soon(tmp_path, rendered, template):
     directory = make(tmp_path / "long", template, TOKENS)
     with pytest.raises(BadRowError, match="at most 600"):
         open_chat(directory, seq_len=600, too_long="error").sequences(Example(LONG))
