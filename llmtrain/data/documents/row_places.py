@@ -106,8 +106,9 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
         decoded = decode_line(line)
         if source.form is None:
             fields(decoded, source.text_column, None)
-    except ValueError:
-        return None
+    except ValueError as error:
+        deep = source.form is not None and isinstance(error.__cause__, RecursionError)
+        return dict.fromkeys(_columns(source)) if deep else None
     row = json.loads(line.removeprefix(BOM).decode("utf-8", "replace"))
     return {name: None if row.get(name) is None else str(row[name]) for name in _columns(source)}
 

@@ -395,7 +395,12 @@ def _map(where: str) -> list[pa.RecordBatch]:
 
 def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:
     """Return text and id of a JSON line; the text of a conversation is its line."""
-    row = decode_line(line)
+    try:
+        row = decode_line(line)
+    except ValueError as error:
+        if source.form is None or not isinstance(error.__cause__, RecursionError):
+            raise
+        return line.removeprefix(BOM), None  # a bad row of conversations, found as such
     if source.form is None:
         return fields(row, source.text_column, source.id_column)
     name = row.get(source.id_column) if source.id_column else None

@@ -8,7 +8,9 @@ import pytest
 from helpers import chats, corpus, hub
 
 from llmtrain.config.binding import data_settings
+from llmtrain.config.schema import Config
 from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.first_rows import check_first_rows
 from llmtrain.data.audit.ledger import document_of, origins, replay
 from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.documents.reader import Reader, Reading
@@ -362,6 +364,25 @@ def test_a_run_that_began_before_reads_its_rows_as_it_did(tmp_path, tokenizer):
         ["messages"],
         ["messages", "weight"],
     ]
+
+
+def test_a_line_that_is_nested_too_deeply_is_a_bad_row_of_its_line(tmp_path, tokenizer):
+    deep = '{"messages": ' + 100_000 * "[" + 100_000 * "]" + "}"
+    good = json.dumps({"messages": [USER, answer("Yes.")]})
+    (tmp_path / "a.jsonl").write_text("\n".join([good, good, deep, good]) + "\n")
+    for skip in ("error", "skip"):
+        config = Config.model_validate({
+            "data": {"sources": [{"path": str(tmp_path / "a.jsonl")}], "heldout": 0.0},
+            "chat": {"bad_rows": skip},
+            "training": {"steps": 1},
+        })  # fmt: skip
+        found = survey(data_settings(config), 1)
+        _, encoder = chats.data_of(tokenizer, tmp_path / "a.jsonl")
+        if skip == "skip":
+            assert check_first_rows(found, encoder) is not None
+            continue
+        with pytest.raises(UserError, match=r"a\.jsonl, line 3\n.*not JSON"):
+            check_first_rows(found, encoder)
 
 
 def trained_before(row, form="messages"):
