@@ -291,7 +291,11 @@ def test_a_base_that_is_gone_or_changed_is_refused_at_a_resume(
     save_base(tmp_path / "base", seed=2)
     said = refused(server, tmp_path / "changed", made)
     assert "has other weights now" in said
-    assert status(tmp_path / "run")["exit_code"] == 2
+    assert status(tmp_path / "run")["exit_code"] == 0  # of the start before, which had finished
+    events = lines(tmp_path / "run", "event")
+    refusals = [line["detail"]["reason"] for line in events if line["event"] == "start_refused"]
+    assert len(refusals) == 2
+    assert all("model.from" in reason for reason in refusals)
     shutil.rmtree(base)
     save_base(tmp_path / "base", seed=3)
     train(server, tmp_path, made, world=1)

@@ -123,7 +123,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     else:
         prepared = launched.engine.prepare(with_loss(bare), bare, optimizer)
     launched.engine.create_state()
-    data = SimpleNamespace(seq_len=uneven.SEQ_LEN, document_mask=job.hiding)
+    data = SimpleNamespace(seq_len=uneven.SEQ_LEN, document_mask=job.hiding, chat=None)
     hiding_attention(bare, prepared, data, job.precision, launched)  # before any other forward
     sent: list[Any] = []
     run = run_of(

@@ -43,14 +43,16 @@ def model() -> LlamaForCausalLM:
 def blocks(step: int) -> tuple[np.ndarray, np.ndarray]:
     """ids (ROWS, S + 1) and labels (ROWS, S): each row has another number of trained tokens.
 
-    In every fifth step only the first row has any: most micro-batches, and ranks, have none.
+    In every fifth step the first row has all, and no other has any: most micro-batches have none.
     """
     draw = np.random.default_rng(step)
     ids = draw.integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1), dtype=np.int64).astype(np.int32)
     labels = ids[:, 1:].astype(np.int64)
     for row in range(ROWS):
         trained = 1 + (row * 5 + step) % SEQ_LEN
-        labels[row, 0 if row and step % 5 == 2 else trained :] = -100
+        if step % 5 == 2:
+            trained = 0 if row else SEQ_LEN
+        labels[row, trained:] = -100
     return ids, labels
 
 

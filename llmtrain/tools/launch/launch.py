@@ -84,8 +84,12 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_nested(env)
-    asked = read_launch_file(accelerate_file, None) if accelerate_file and not processes else None
-    count = asked.processes if asked else processes
+    count = processes
+    if accelerate_file and not processes:
+        with contextlib.suppress(
+            UserError
+        ):  # what is wrong with the file is reported with the config's part
+            count = read_launch_file(accelerate_file, None).processes
     config = load_config(config_file, overrides, rules_of_a_launch(config_file, count))
     file = _launch_file(accelerate_file, processes, env, config)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
