@@ -280,7 +280,7 @@ def text_size(source: Source, unit: Unit, reader: Reader) -> float:
     if source.cached:
         return token_cache.num_tokens(source, unit)
     if unit.group < 0:
-        return min(unit.stop, source.files[unit.file].size) - unit.start
+        return unit.stop - unit.start
     names = columns_of(replace(source, id_column=None))
     if (file_format(source.files[unit.file].name) or ("",))[0] == "arrow":
         batch = reader.units.batches(source, unit.file)[unit.group]

@@ -47,11 +47,15 @@ def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> li
     if footer is not None:
         return column_spans(footer.row_group(unit.group), columns_of(source))
     known = source.files[unit.file]
-    kind, compression = file_format(known.name) or ("", None)
-    if compression is not None:
+    if (file_format(known.name) or ("", None))[1] is not None:
         return [(0, known.size)]
-    exact = unit.group == ELEMENTS or kind == "csv" or source.whole_files
-    return [(unit.start, unit.stop) if exact else reach(unit, known.size)]
+    return [(unit.start, unit.stop) if has_whole_rows(source, unit) else reach(unit, known.size)]
+
+
+def has_whole_rows(source: Source, unit: Unit) -> bool:
+    """Return whether the bytes of a unit begin and end with a row, not anywhere in a line."""
+    kind = (file_format(source.files[unit.file].name) or ("",))[0]
+    return unit.group == ELEMENTS or kind == "csv" or source.whole_files
 
 
 def column_spans(group: pq.RowGroupMetaData, wanted: list[str]) -> list[tuple[int, int]]:

@@ -15,7 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrain.data.chat.rows import as_text
-from llmtrain.data.documents.byte_ranges import columns_of, hub_file, unit_spans
+from llmtrain.data.documents.byte_ranges import (
+    columns_of,
+    has_whole_rows,
+    hub_file,
+    unit_spans,
+)
 from llmtrain.data.documents.elements import (
     HEAD_BYTES,
     array_elements,
@@ -201,13 +206,12 @@ class Units:
         """
         known, where = source.files[unit.file], source.where(unit.file)
         kind, compression = file_format(known.name) or ("", None)
-        exact = unit.group == ELEMENTS or kind == "csv" or source.whole_files
         with self.open(source, unit.file) as file:
             if isinstance(file, RangeFile):
                 file.hold(self._spans(source, unit))
             if compression:
                 data, start = decompress(file, compression, where), 0
-            elif exact:
+            elif has_whole_rows(source, unit):
                 file.seek(unit.start)
                 data, start = read_exactly(file, unit.stop - unit.start), unit.start
             else:
