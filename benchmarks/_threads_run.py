@@ -2,7 +2,7 @@
 
     python benchmarks/_threads_run.py JSON
 
-JSON: `contender` (llmtrain or trainer), `passive` (whether waiting threads sleep), `threads`,
+JSON: `contender` (llmtrain or trainer), `brief` (whether waiting threads soon sleep), `threads`,
 `steps`, `warm` (steps that are not counted), `folder`. Prints a JSON object.
 """
 
@@ -51,7 +51,7 @@ def with_llmtrain(asked: dict[str, Any], clock: Clock) -> None:
     """Train with llmtrain."""
     import llmtrain
 
-    if asked["passive"]:  # as `train` does it, which is called behind the import of torch here
+    if asked["brief"]:  # as `train` does it, which is called behind the import of torch here
         llmtrain._set_variables_of_torch(os.environ)
     path = Path(asked["folder"]) / "run.json"
     keys = {
@@ -82,8 +82,10 @@ def with_llmtrain(asked: dict[str, Any], clock: Clock) -> None:
 
 def with_trainer(asked: dict[str, Any], clock: Clock) -> None:
     """Train with transformers' Trainer."""
-    if asked["passive"]:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch is imported
+    import llmtrain
+
+    if asked["brief"]:  # before torch is imported
+        llmtrain._set_variables_of_torch(os.environ)
     import torch
     from transformers import (
         LlamaConfig,

@@ -82,9 +82,9 @@ _THREADS = """
 python benchmarks/threads.py --json benchmarks/results/threads.json
 ```
 
-A step of a small model with a thread for each core, while waiting threads sleep, as llmtrain asks
-for, or spin, as they do by default. The neighbour computes on every core. Milliseconds are wall
-time but where CPU time is named.
+A step of a small model with a thread for each core, while waiting threads spin briefly and then
+sleep, as llmtrain asks for, or spin, as they do by default. The neighbour computes on every core.
+Milliseconds are wall time but where CPU time is named.
 """
 _GPU = """
 ## One GPU

@@ -1,11 +1,13 @@
-"""Threads that wait: asleep (`OMP_WAIT_POLICY=PASSIVE`) or spinning, alone and beside a neighbour.
+"""Threads that wait, as llmtrain sets it and as torch does by default, alone and beside others.
 
     python benchmarks/threads.py [--rounds 2] [--steps 24] [--json FILE]
 
 Steps of a small model (hidden 192, 4 layers, 8 × 256 tokens) by llmtrain and by transformers'
-Trainer, with a thread for each core. Alone, and with a process that does nothing but compute on
-each core. A process each, in turns; the median step of a run, of several runs the least. The last
-rows are a run with one thread, as a user asks for with OMP_NUM_THREADS=1, beside that neighbour.
+Trainer, with a thread for each core. Waiting threads spin briefly, then sleep (what llmtrain sets,
+here for both), or spin (torch's default). Alone, and with a process that does nothing but compute
+on each core. A process each, in turns; the median step of a run, of several runs the least. The
+last rows are a run with one thread, as a user asks for with OMP_NUM_THREADS=1, beside that
+neighbour.
 
 On a machine that others use too nothing is alone: the load is beside each figure.
 """
@@ -42,14 +44,14 @@ def neighbour(count: int) -> Iterator[None]:
         yield
 
 
-def run(contender: str, place: str, steps: int, *, passive: bool, threads: int) -> dict[str, Any]:
+def run(contender: str, place: str, steps: int, *, brief: bool, threads: int) -> dict[str, Any]:
     """Return the times of a step."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if place != "alone":
             stack.enter_context(neighbour(cores().count))
         asked = {
             "contender": contender,
-            "passive": passive,
+            "brief": brief,
             "threads": threads,
             "steps": steps,
             "warm": WARM,
@@ -77,23 +79,23 @@ def main() -> None:
         for place in PLACES:
             for contender in ("llmtrain", "trainer"):
                 kinds = [(True, count), (False, count), (True, 1)]
-                for passive, threads in kinds if turn % 2 == 0 else kinds[::-1]:
-                    row = run(contender, place, asked.steps, passive=passive, threads=threads)
-                    found.setdefault((contender, place, passive, threads), []).append(row)
+                for brief, threads in kinds if turn % 2 == 0 else kinds[::-1]:
+                    row = run(contender, place, asked.steps, brief=brief, threads=threads)
+                    found.setdefault((contender, place, brief, threads), []).append(row)
     best = {
         key: {name: min(row[name] for row in rows) for name in ("wall_ms", "cpu_ms")}
         for key, rows in found.items()
     }
-    for (contender, place, passive, threads), row in best.items():
-        how = "asleep" if passive else "spinning"
+    for (contender, place, brief, threads), row in best.items():
+        how = "brief" if brief else "spinning"
         name = f"{contender}, {threads} thread{'s' * (threads > 1)}, {how}, {place}"
         table.say(name, row["wall_ms"], "ms a step", cpu_ms=row["cpu_ms"])
         table.say(f"  {name}: CPU time", row["cpu_ms"], "ms a step")
     for place in PLACES:
         for contender in ("llmtrain", "trainer"):
-            asleep, spinning = (best[contender, place, one, count] for one in (True, False))
-            ratio = asleep["wall_ms"] / spinning["wall_ms"]
-            table.say(f"{contender}: asleep over spinning, {place}", ratio, "×", GOALS[place])
+            ours, default = (best[contender, place, one, count] for one in (True, False))
+            ratio = ours["wall_ms"] / default["wall_ms"]
+            table.say(f"{contender}: brief over spinning, {place}", ratio, "×", GOALS[place])
     one = (
         best["llmtrain", PLACES[1], True, 1]["cpu_ms"]
         / best["llmtrain", PLACES[0], True, 1]["cpu_ms"]

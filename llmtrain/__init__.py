@@ -106,8 +106,12 @@ def train(config: Config, processes: int | None = None) -> Result:
 def _set_variables_of_torch(env: MutableMapping[str, str]) -> None:
     """Set what torch reads when it is imported, where the user has not set it."""
     # By default, OpenMP threads that wait for work spin. On a shared machine they then take the
-    # cores from the threads that they wait for.
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # cores from the threads that they wait for. Threads that go to sleep at once are slow where
+    # nobody else computes, so GNU's OpenMP (torch's wheels for Linux) spins some 0.1 ms first:
+    # benchmarks/threads.py.
+    if "OMP_WAIT_POLICY" not in env and "GOMP_SPINCOUNT" not in env:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        env["GOMP_SPINCOUNT"] = "5000"
     # Segments of a GPU's memory that can grow leave no gaps between blocks of other sizes. The
     # older name of the variable still counts, but not beside the new one.
     if "PYTORCH_CUDA_ALLOC_CONF" not in env:
