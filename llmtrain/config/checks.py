@@ -139,7 +139,7 @@ def check_packing(data: DataConfig) -> Iterator[Problem]:
     """Check that the document mask is not turned off with a packing that needs it."""
     if data.packing not in ("auto", "concat") and data.document_mask is False:
         with_packing = f"true or auto with data.packing {data.packing}"
-        expected = f"{with_packing}: the end of a long document overlaps"
+        expected = f"{with_packing}: no label crosses the border of a document"
         remedy = "data.document_mask=auto, or for texts data.packing=concat"
         yield Problem("data.document_mask", False, expected, remedy)
 

@@ -126,7 +126,7 @@ class SourceConfig(DocumentsConfig):
     """Passes over the source; then only the others continue; null = any."""
 
 
-PackingName = Literal["concat", "bestfit"]
+PackingName = Literal["concat", "bestfit", "single"]
 
 
 class DataConfig(Section):
@@ -137,11 +137,12 @@ class DataConfig(Section):
     seq_len: Annotated[int, _at_most(2**27, ge=2)] = 1024
     """Trained positions of a block."""
     packing: Literal["auto", PackingName] = "auto"
-    """concat: one stream of documents, cut; bestfit: a document that fits a block is never cut.
-    auto = bestfit where there are conversations, else concat.
+    """concat: one stream of documents, cut; bestfit: a document that fits a block is never cut;
+    single: a document a block, which is padded. auto = concat; with conversations bestfit, or
+    single where the model cannot hide those of a block from each other.
     """
     document_mask: bool | Auto = "auto"
-    """Whether documents of a block are hidden from each other; auto = with bestfit."""
+    """Whether documents of a block are hidden from each other; auto = but with concat."""
     lanes: Annotated[int, _at_most(2**16, ge=1)] | Auto = "auto"
     """Independent readers that the blocks are dealt from; frozen in the run."""
     heldout: Share = 0.005

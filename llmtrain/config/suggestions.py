@@ -107,7 +107,7 @@ _CONVERTED = {
         "text is tokenized in training; or once, by llmtrain data tokenize",
     ),
     "sample_packing packing_strategy padding_free eval_packing eval_sample_packing "
-    "pad_to_sequence_len": ("data.packing", "concat or bestfit: blocks are always packed"),
+    "pad_to_sequence_len": ("data.packing", "concat or bestfit pack blocks; single pads them"),
     "assistant_only_loss completion_only_loss train_on_inputs mask_prompt roles_to_train": (
         "chat.train_turns",
         "answers alone are trained: all of a conversation, or the last",

@@ -39,7 +39,7 @@ def batch_of(
         ids=ids,
         labels=labels,
         trained_tokens=sum(trained),
-        starts=_starts(blocks, manifest.seq_len) if manifest.document_mask else None,
+        starts=_starts(blocks, manifest.seq_len) if manifest.hides_documents else None,
         cursors={g % manifest.lanes: block.cursors for g, block in numbered},
         digest=_digest([g for g, _ in numbered], ids, labels, trained),
         first_block=first_block,

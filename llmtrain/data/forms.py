@@ -30,7 +30,7 @@ def with_form(source: Source, key: str, reader: Reader) -> Source:
 def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:
     """Yield what of the packing does not go with conversations."""
     if chat and data.packing == "concat":
-        expected = "bestfit or auto with conversations: concat would cut them anywhere"
+        expected = "bestfit, single or auto with conversations: concat would cut them anywhere"
         also = "" if data.document_mask is not False else " with data.document_mask=auto"
         yield Problem("data.packing", "concat", expected, f"data.packing=auto{also}")
     if chat and data.document_mask is False:

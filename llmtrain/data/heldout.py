@@ -184,7 +184,12 @@ def prepare(
         documents.append(one)
     parts = [(source.label, source.form is not None) for source in asked]
     held = lay_out(
-        documents, parts, tokenizer, document_mask=manifest.document_mask, seq_len=manifest.seq_len
+        documents,
+        parts,
+        tokenizer,
+        document_mask=manifest.document_mask,
+        seq_len=manifest.seq_len,
+        alone=manifest.packing == "single",
     )
     if held.scored.any():
         save(held, path)

@@ -9,6 +9,8 @@ Texts are one stream:
 Behind them come the conversations, which are never cut: `seq_len` ids at a time are filled with
 whole sequences and padding, and what the model would have to say is scored.
 
+With packing single each text and each sequence begins a block of its own, and ends with padding.
+
 The trap: with a document mask and no begin token, nothing precedes a document's first token, so
 training never predicts it. Then it is not scored and its bytes are not counted, so that
 bits_per_byte covers only tokens that a model could learn.
@@ -143,20 +145,28 @@ def lay_out(
     *,
     document_mask: bool,
     seq_len: int,
+    alone: bool = False,
 ) -> HeldOut:
-    """Return the set of these documents. sources: label, and whether it has conversations"""
+    """Return the set of these documents.
+
+    sources: label, and whether it has conversations
+    alone: whether each document, or sequence of one, begins a block
+    """
     texts = [one for one in documents if not one.encoded.cuts]
-    first = np.array([tokenizer.eos] if tokenizer.bos is None else [], np.int32)
+    no_begin_token = tokenizer.bos is None and not alone
+    first = np.array([tokenizer.eos] if no_begin_token else [], np.int32)
     laid = _Laid([first], [np.zeros(len(first), dtype=bool)], [], [], len(first))
     sizes = [0] * len(sources)
     for owner, text, encoded in texts:
         mask, nbytes = _score(text, encoded.ids, tokenizer, document_mask)
         laid.add(owner, encoded.ids, mask)
         sizes[owner] += nbytes
+        if alone:
+            _pad(laid, -laid.end % seq_len, tokenizer.pad)
     if len(texts) < len(documents):
         if not texts:
             laid = _Laid([], [], [], [], 0)
-        _add_conversations(laid, documents, seq_len, tokenizer.pad)
+        _add_conversations(laid, documents, seq_len, tokenizer.pad, alone=alone)
     parts: tuple[Part, ...] = ()
     owners: np.ndarray | None = None
     if len(sources) > 1 or sources[0][1]:
@@ -169,7 +179,9 @@ def lay_out(
     return HeldOut(*found, len(documents), sum(sizes), tokenizer.pad, parts, owners)
 
 
-def _add_conversations(laid: _Laid, documents: Sequence[Held], seq_len: int, pad: int) -> None:
+def _add_conversations(
+    laid: _Laid, documents: Sequence[Held], seq_len: int, pad: int, *, alone: bool
+) -> None:
     """Lay out the sequences of conversations, each whole within `seq_len` ids.
 
     What is left of these ids is padding, as a document of its own. A sequence's first id is never
@@ -182,7 +194,11 @@ def _add_conversations(laid: _Laid, documents: Sequence[Held], seq_len: int, pad
         for first, stop in pairwise(one.encoded.cuts)
     ]
     _pad(laid, -laid.end % seq_len, pad)
-    for members in fit([len(ids) for _, ids, _ in sequences], seq_len):
+    if alone:
+        bins = [[index] for index in range(len(sequences))]
+    else:
+        bins = fit([len(ids) for _, ids, _ in sequences], seq_len)
+    for members in bins:
         for owner, ids, trained in (sequences[index] for index in members):
             laid.add(owner, ids, np.concatenate(([False], trained[1:])))
         _pad(laid, -laid.end % seq_len, pad)

@@ -168,6 +168,11 @@ class Manifest:
         return tuple(source.label for source in self.sources)
 
     @property
+    def hides_documents(self) -> bool:
+        """Whether a block may have several documents that the model must hide from each other."""
+        return self.document_mask and self.packing != "single"
+
+    @property
     def always_full(self) -> bool:
         """Whether every block has `seq_len` trained tokens, whatever is read."""
         endless = all(source.max_epochs is None for source in self.sources)

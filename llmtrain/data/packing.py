@@ -14,6 +14,8 @@ cursor names the window's start and counts the blocks of the window that were yi
     window   aaaaaaa bbb cc ddd        the next window starts after ddd
     blocks   aaaaa · ··a aa(bb b)…     full blocks of long documents, tails and whole documents
 
+`single` does the same, but gives each of them a block of its own, which is filled up with padding.
+
 Documents may end: then the last one has no ids, and counts what was found after the one before. The
 trap: the blocks depend on the cursor and the documents alone, so that a resume in the middle of a
 document or window gives the same blocks.
@@ -113,8 +115,9 @@ def open_packing(
     match packing:
         case "concat":
             return concat(walk(cursor, False), seq_len, cursor)
-        case "bestfit":
-            return bestfit(walk, seq_len, cursor, pad=pad, order=order)
+        case "bestfit" | "single":
+            alone = packing == "single"
+            return in_windows(walk, seq_len, cursor, pad=pad, order=order, alone=alone)
         case _:
             assert_never(packing)
 
@@ -154,7 +157,15 @@ def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packi
         counts = Counter()
 
 
-def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequence[int]) -> Packing:
+def in_windows(
+    walk: Walk,
+    seq_len: int,
+    cursor: Cursor,
+    *,
+    pad: int,
+    order: Sequence[int],
+    alone: bool = False,
+) -> Packing:
     """Pack windows of at least `window_tokens` tokens. The first window starts at `cursor`.
 
     Documents, and tails of those longer than a block, are placed largest first into the fullest
@@ -165,6 +176,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
 
     walk: yields the documents from a cursor on; its second argument is True if some blocks of the
         window were already yielded, so that none of its documents may be left out now
+    alone: whether each document, or part of one, has a block of its own (single), else bestfit
 
     Raises UserError if the window is not what it was when the cursor was saved.
     """
@@ -175,7 +187,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
         window, counts, ended = _window(documents, window_tokens(seq_len))
         if not window and not skip:
             return counts
-        blocks = _cut(window, size)
+        blocks = _cut(window, size, alone=alone)
         if skip and skip >= len(blocks):
             raise _changed_data(cursor, f"a window of more than {skip} blocks")
         counts = Counter() if skip else counts  # else it was counted before
@@ -194,7 +206,7 @@ def bestfit(walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequen
 
 
 def window_tokens(seq_len: int) -> int:
-    """Return the least number of tokens in a `bestfit` window.
+    """Return the least number of tokens in a window of `bestfit` or `single`.
 
     That is 32 blocks, but no more than 64 Ki tokens, and never less than 8 blocks. Fewer blocks
     leave more padding; with more, a resume takes longer, since it tokenizes each lane's window
@@ -227,7 +239,7 @@ def _window(
     return window, counts, False
 
 
-def _cut(window: Sequence[Document], size: int) -> list[list[_Piece]]:
+def _cut(window: Sequence[Document], size: int, *, alone: bool) -> list[list[_Piece]]:
     """Cut a window into blocks: first full blocks of long documents, then bins in order of opening.
 
     A long document gives full blocks; its tail begins with the last id of the last of them. A tail
@@ -246,6 +258,8 @@ def _cut(window: Sequence[Document], size: int) -> list[list[_Piece]]:
                 first += size - 1
         if first == 0 or length - first > 1:
             pieces.append((number, first, length))
+    if alone:
+        return full + [[piece] for piece in pieces]
     bins = fit([stop - first for _, first, stop in pieces], size)
     return full + [[pieces[index] for index in members] for members in bins]
 

@@ -191,16 +191,23 @@ def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def freeze(survey: Survey, tokenizer: Tokenizer, chat: ChatFacts | None = None) -> Manifest:
+def freeze(
+    survey: Survey,
+    tokenizer: Tokenizer,
+    chat: ChatFacts | None = None,
+    *,
+    apart: bool = False,
+) -> Manifest:
     """Return the manifest. From here on nothing about the data is decided again.
 
     chat: how conversations become tokens, if there are any
+    apart: whether `packing: auto` gives each conversation a block of its own
 
     Raises UserError for a token cache that another tokenizer wrote.
     """
     check_tokenizer(survey.sources, tokenizer)
     settings = survey.settings
-    packing, document_mask = packing_of(settings.data, chat=survey.has_chat)
+    packing, document_mask = packing_of(settings.data, chat=survey.has_chat, apart=apart)
     epochs = {EPOCHS: settings.epochs} if survey.has_chat and settings.epochs else {}
     return Manifest(
         sources=survey.sources,
@@ -264,9 +271,14 @@ def differing_tokenizer(manifest: Manifest, encoder: Encoder) -> list[Problem]:
     ] or differing_chat(manifest, encoder)
 
 
-def packing_of(data: DataConfig, *, chat: bool) -> tuple[PackingName, bool]:
-    """Return packing and document mask, with `auto` resolved. chat: whether there is any"""
-    by_default: PackingName = "bestfit" if chat else "concat"
+def packing_of(data: DataConfig, *, chat: bool, apart: bool) -> tuple[PackingName, bool]:
+    """Return packing and document mask, with `auto` resolved.
+
+    chat: whether there is any
+    apart: whether the model cannot hide the conversations of a block from each other
+    """
+    for_chat: PackingName = "single" if apart else "bestfit"
+    by_default: PackingName = for_chat if chat else "concat"
     packing: PackingName = by_default if data.packing == "auto" else data.packing
     asked = data.document_mask
     return packing, packing != "concat" if asked == "auto" else asked

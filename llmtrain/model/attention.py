@@ -66,20 +66,24 @@ _Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value: (B, H, T, D)
 _log = logging.getLogger(__name__)
 
 
-def install(model: PreTrainedModel, seq_len: int, *, compare: bool = True) -> str:
+def install(
+    model: PreTrainedModel, seq_len: int, *, compare: bool = True, tell: bool = True
+) -> str:
     """Let the model use our function if it computes the same as the model's own attention.
 
     model: on the CPU in fp32.
     seq_len: positions of a block.
     compare: whether to compare logits, which is not possible on fake tensors. The other checks are
         always made. For 26 architectures the choice was the same without logits.
+    tell: whether to log why a model keeps its own attention.
 
     Returns the name of the attention that the model uses now: `llmtrain`, or transformers' `sdpa`
-    or `eager`, in which case the reason is logged.
+    or `eager`.
     """
     own = backend(model)
     if reason := _why_not(model, seq_len, compare=compare):
-        _log.info("attention: transformers' %s, as %s", own, reason)
+        if tell:
+            _log.info("attention: transformers' %s, as %s", own, reason)
         return own
     use(model, NAME)
     return NAME

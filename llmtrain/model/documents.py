@@ -10,6 +10,9 @@ For a compiled model, to which another number of documents would be another shap
     cu_seq_lens    0 3 5 10 10 10 10 10     the last border, up to a power of two
     max_length     5                        always seq_len
 
+Rows of one document each (packing single) need none of them: padding is behind the document, where
+a causal model does not see it. Such rows are cut behind the last position that any of them needs.
+
 They are computed in numpy. torch would start its threads for arrays of this size, which takes up to
 milliseconds on busy cores.
 """
@@ -24,6 +27,9 @@ import torch
 from torch import Tensor
 
 from llmtrain.model.attention import NAME
+from llmtrain.types import NOT_TRAINED
+
+_STEP = 64  # positions: kernels are no slower for a row rounded up to it
 
 
 def document_tensors(
@@ -58,6 +64,18 @@ def document_tensors(
         found["cu_seq_lens"] = on(device, borders)
         found["max_length"] = seq_len if compiled else round_up(int(lengths.max()), seq_len)
     return found
+
+
+def needed(labels: np.ndarray, *, compiled: bool = False) -> int:
+    """Return how many positions of rows that end with padding a forward needs.
+
+    labels: (B, T) int64; behind the last one that has a loss there is padding.
+    compiled: whether the model is compiled, which takes time for each new shape.
+    """
+    (columns,) = np.nonzero((labels != NOT_TRAINED).any(axis=0))
+    last = int(columns[-1]) + 1 if len(columns) else 1
+    up = _power_of_two(max(last, _STEP)) if compiled else -(-last // _STEP) * _STEP
+    return min(up, int(labels.shape[1]))
 
 
 def round_up(longest: int, seq_len: int) -> int:

@@ -20,7 +20,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
-from llmtrain.training.step import flags, hide, target_keywords
+from llmtrain.training.step import flags, hide, shown, target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 
@@ -61,13 +61,14 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
     blocks = [heldout.block(g, seq_len) for g in mine]
     ids, labels, starts = zip(*blocks, strict=True)
-    inputs = on(run.device, np.stack(ids)[:, :-1].astype(np.int64))
-    targets = target_keywords(np.stack(labels), run.device, whole=False)
-    hidden = hide(run, starts) if run.data.manifest.document_mask else {}
+    width = shown(run, np.stack(labels))
+    inputs = on(run.device, np.stack(ids)[:, :width].astype(np.int64))
+    targets = target_keywords(np.stack(labels)[:, :width], run.device, whole=False)
+    hidden = hide(run, starts) if run.data.manifest.hides_documents else {}
     each = run.model(inputs, each=True, **targets, **hidden)
     if not sources:
         return totals(each, targets["labels"])
-    owners = on(run.device, np.stack([heldout.block_parts(g, seq_len) for g in mine]))
+    owners = on(run.device, np.stack([heldout.block_parts(g, seq_len)[:width] for g in mine]))
     return by_source(each, targets["labels"], owners, sources)
 
 

@@ -15,7 +15,7 @@ from llmtrain import faults, heartbeat
 from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import backend
-from llmtrain.model.documents import document_tensors, on
+from llmtrain.model.documents import document_tensors, needed, on
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
@@ -77,13 +77,23 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
-    rows: list[dict[str, Any]] = [
-        {"input_ids": ids[part]} | target_keywords(batch.labels[part], run.device, whole=whole)
-        for part in parts
-    ]
-    if batch.starts is None:  # documents may attend to each other
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        width = shown(run, batch.labels[part])
+        labels = batch.labels[part, :width]
+        rows.append(
+            {"input_ids": ids[part, :width]} | target_keywords(labels, run.device, whole=whole)
+        )
+    if batch.starts is None:  # nothing has to be hidden
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+
+
+def shown(run: Run, labels: np.ndarray) -> int:
+    """Return how many positions of these rows the model is shown. labels: (B, T) int64"""
+    if run.data.manifest.packing != "single":
+        return int(labels.shape[1])
+    return needed(labels, compiled=run.built.compiled != "off")
 
 
 def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -34,22 +34,27 @@ class _Row(NamedTuple):
     encoded: Encoded
 
 
-def check_first_rows(survey: Survey, encoder: Encoder) -> Encoded | None:
+def check_first_rows(survey: Survey, encoder: Encoder) -> list[Encoded]:
     """Raise UserError if conversations cannot be trained on, with the rows and the reason.
 
-    Where bad rows are skipped, one good row is enough. Returns the first one that is trained on.
+    Where bad rows are skipped, one good row is enough. Returns those that are trained on.
     """
     reader = Reader(survey.reading)
     problems: list[Problem] = []
-    first: Encoded | None = None
+    found: list[Encoded] = []
     for k, source in enumerate(survey.sources):
         if source.form is not None:
             rows = list(islice(_rows(source, survey.settings.seed, reader, encoder), FIRST))
             problems += _problems(source, f"data.sources.{k}", rows, reader)
-            trained = (one.encoded for one in rows if one.encoded.trained is not None)
-            first = first or next(trained, None)
+            found += [one.encoded for one in rows if one.encoded.trained is not None]
     raise_any(problems)
-    return first
+    return found
+
+
+def share_filled(rows: Sequence[Encoded], seq_len: int) -> float:
+    """Return the share of blocks that sequences of conversations fill, a block each."""
+    lengths = [stop - first for row in rows for first, stop in pairwise(row.cuts)]
+    return sum(lengths) / max(1, len(lengths) * (seq_len + 1))
 
 
 def count_unread(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Mapping[str, int]:

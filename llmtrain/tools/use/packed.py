@@ -23,7 +23,7 @@ from llmtrain.data.tokens.probe_texts import PROBES
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.attention import backend
-from llmtrain.model.documents import document_tensors, on
+from llmtrain.model.documents import document_tensors, needed, on
 from llmtrain.model.head import Head, examine
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
@@ -45,6 +45,7 @@ Told = Callable[[int, int], object]  # done so far, of how many; 0 = not known
 class HeldOutOfRun:
     """The held-out set of a run, and how the run scores it.
 
+    packing: of its blocks
     document_mask: whether documents of a block are hidden from each other
     world_size, micro_batch_size: of the start that made the evaluation
     """
@@ -52,10 +53,16 @@ class HeldOutOfRun:
     run_dir: Path
     held: HeldOut
     seq_len: int
+    packing: str
     document_mask: bool
     precision: str
     world_size: int
     micro_batch_size: int
+
+    @property
+    def hides_documents(self) -> bool:
+        """Whether the model must hide the documents of a block from each other."""
+        return self.document_mask and self.packing != "single"
 
     @property
     def sources(self) -> int:
@@ -92,6 +99,7 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
         run_dir,
         held,
         facts["seq_len"],
+        facts["packing"],
         facts["document_mask"],
         Auto(run_dir, "").run.get("precision", "fp32"),
         world_size,
@@ -112,7 +120,7 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
     # Σ nll in nats and tokens: of all documents, then of those of each source
     scored = torch.zeros(1 + measured.sources, 2, dtype=torch.float64, device=opened.device)
     with torch.no_grad():
-        if measured.document_mask:
+        if measured.hides_documents:
             forward = bare_forward(opened.model, opened.device, measured.precision)
             kind = (opened.device, measured.precision, measured.seq_len)
             check_documents_apart(opened.model, forward, *kind)
@@ -138,15 +146,16 @@ def _score_rank(
         told(rank * rounds + round_, rounds * measured.world_size)
         mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
         ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
-        inputs = on(device, np.stack(ids)[:, :-1].astype(np.int64))
-        targets = target_keywords(np.stack(labels), device, whole=False)
+        width = needed(np.stack(labels)) if measured.packing == "single" else seq_len
+        inputs = on(device, np.stack(ids)[:, :width].astype(np.int64))
+        targets = target_keywords(np.stack(labels)[:, :width], device, whole=False)
         hidden = {}
-        if measured.document_mask:
+        if measured.hides_documents:
             hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
             each = module(inputs, each=True, **targets, **hidden)
         if sources:
-            owners = on(device, np.stack([held.block_parts(g, seq_len) for g in mine]))
+            owners = on(device, np.stack([held.block_parts(g, seq_len)[:width] for g in mine]))
             scored += by_source(each, targets["labels"], owners, sources)
         else:
             scored += totals(each, targets["labels"])

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from llmtrain.data.audit.first_rows import (
     check_first_rows,
     count_unread,
     describe_unread,
+    share_filled,
     with_marks,
 )
 from llmtrain.data.chat.chat import Chat, Settings
@@ -39,14 +41,16 @@ from llmtrain.data.survey import (
     values_now,
 )
 from llmtrain.data.tokens.backend import choose_tokenizer
-from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
+from llmtrain.data.tokens.encode import Encoded, Encoder, chat_facts, settings_of
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.data.tokens.train import tokenizer_config, train_bpe
 from llmtrain.errors import UserError
 from llmtrain.model.base import Base
-from llmtrain.model.tokenizer import add_template, save_tokenizer
+from llmtrain.model.build import model_config
+from llmtrain.model.tokenizer import add_template, save_tokenizer, special_tokens
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
 from llmtrain.training.start.base import find_base
+from llmtrain.training.start.packing import why_apart
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ def write_data(
     make_tokenizer(config, found, directory / TOKENIZER, base)
     documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
-    facts = None
+    facts, apart = None, False
     if found.has_chat:
         settings = settings_of(config.chat, date or datetime.now().isoformat(timespec="seconds"))
         place = directory / TOKENIZER
@@ -118,12 +122,32 @@ def write_data(
         facts = chat_facts(chat)
         _log_what_precedes_answers(facts)
         encoder = Encoder(tokenizer, chat)
-        first = check_first_rows(found, encoder)
+        rows = check_first_rows(found, encoder)
         _warn_of_unread_keys(found, encoder)
-        if first is not None:
-            _log.info("the first conversation, trained in ⟦⟧: %s", with_marks(first, tokenizer))
-    manifest = freeze(found, tokenizer, facts)
+        if rows:
+            _log.info("the first conversation, trained in ⟦⟧: %s", with_marks(rows[0], tokenizer))
+        if config.data.packing == "auto":
+            apart = _need_blocks_of_their_own(config, place, base, rows)
+    manifest = freeze(found, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
+
+
+def _need_blocks_of_their_own(
+    config: Config, tokenizer: Path, base: Base | None, rows: Sequence[Encoded]
+) -> bool:
+    """Return whether the model cannot hide conversations from each other, and say so.
+
+    rows: the first ones
+    """
+    if base is None and config.model.from_ is not None:
+        base = find_base(config.model)
+    seq_len = config.data.seq_len
+    described = model_config(config.model, special_tokens(tokenizer), seq_len, base)
+    if why := why_apart(described, seq_len):
+        filled = 100 * share_filled(rows, seq_len)
+        said = "packing: single, as %s; conversations fill %.0f %% of a block, and rows are cut to"
+        _log.info(f"{said} the longest of a micro-batch", why, filled)
+    return bool(why)
 
 
 def _open_chat(

@@ -379,7 +379,7 @@ def test_a_line_that_is_nested_too_deeply_is_a_bad_row_of_its_line(tmp_path, tok
         found = survey(data_settings(config), 1)
         _, encoder = chats.data_of(tokenizer, tmp_path / "a.jsonl")
         if skip == "skip":
-            assert check_first_rows(found, encoder) is not None
+            assert check_first_rows(found, encoder)
             continue
         with pytest.raises(UserError, match=r"a\.jsonl, line 3\n.*not JSON"):
             check_first_rows(found, encoder)

@@ -10,7 +10,7 @@ from helpers.streams import Run
 from tokenizers import Tokenizer as Plain
 
 from llmtrain.config.binding import data_settings
-from llmtrain.data.packing import START, Document, bestfit, concat
+from llmtrain.data.packing import START, Document, concat, in_windows
 from llmtrain.data.survey import freeze, survey
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
@@ -57,7 +57,7 @@ def test_df_15_borders_are_not_looked_for_in_ids_that_lack_an_end_of_text():
         inside = borders[(borders > first) & (borders <= first + SEQ_LEN)] - first
         assert block.starts.tolist() == [0, *inside.tolist()]
     packed = list(
-        bestfit(lambda cursor, again: without_ends(LENGTHS), SEQ_LEN, START, pad=9, order=(1,))
+        in_windows(lambda cursor, again: without_ends(LENGTHS), SEQ_LEN, START, pad=9, order=(1,))
     )
     assert sum(len(block.spans) for block in packed) > len(LENGTHS)
     for block in packed:

@@ -12,9 +12,9 @@ from llmtrain.data.packing import (
     LEFT_OVER,
     START,
     Document,
-    bestfit,
     concat,
     fit,
+    in_windows,
     open_packing,
     window_tokens,
 )
@@ -46,7 +46,7 @@ def best(lengths, size, cursor=START):
     def walk(start, again):
         return ended(lengths, start.row)
 
-    return bestfit(walk, size - 1, cursor, pad=PAD, order=(7, 4, 0, 0))
+    return in_windows(walk, size - 1, cursor, pad=PAD, order=(7, 4, 0, 0))
 
 
 def all_of(packing):
@@ -194,7 +194,7 @@ def test_the_blocks_of_a_window_leave_in_an_order_by_its_place():
         def walk(cursor, again):
             return ended([5] * 64)
 
-        packing = bestfit(walk, 4, start, pad=PAD, order=(7, 4, 0, 0))
+        packing = in_windows(walk, 4, start, pad=PAD, order=(7, 4, 0, 0))
         return [int(next(packing).ids[0]) // 5 for _ in range(26)]
 
     one, other = order(START), order(Cursor(0, 0, 1, 0))
@@ -210,7 +210,7 @@ def test_documents_behind_a_window_of_which_blocks_have_left_are_read_anew():
         asked.append((cursor, again))
         return ended([10] * 100, cursor.row)
 
-    blocks, _ = all_of(bestfit(walk, 4, Cursor(0, 0, 0, 2), pad=PAD, order=(7, 4, 0, 0)))
+    blocks, _ = all_of(in_windows(walk, 4, Cursor(0, 0, 0, 2), pad=PAD, order=(7, 4, 0, 0)))
     assert asked == [(Cursor(0, 0, 0, 2), True), (Cursor(0, 0, 13, 0), False)]
     assert len(blocks) > 100
 
@@ -223,3 +223,39 @@ def test_each_packing_of_the_config_is_opened_by_its_name(name):
     blocks, _ = all_of(open_packing(name, walk, 4, START, pad=PAD, order=(7, 4, 0, 0)))
     assert {len(block.ids) for block in blocks} == {5}
     assert sum(4 if block.trained is None else block.trained.sum() for block in blocks) >= 8
+
+
+def test_single_gives_each_document_a_block_and_cuts_only_those_that_are_longer():
+    def walk(start, again):
+        return ended([3, 9, 5, 1, 2], start.row)
+
+    blocks, _ = all_of(open_packing("single", walk, 4, START, pad=PAD, order=(7, 4, 0, 0)))
+    of = {tuple(block.ids.tolist()): block for block in blocks}
+    assert sorted(of) == [
+        (0, 1, 2, PAD, PAD),
+        (3, 4, 5, 6, 7),
+        (7, 8, 9, 10, 11),
+        (12, 13, 14, 15, 16),
+        (17, PAD, PAD, PAD, PAD),
+        (18, 19, PAD, PAD, PAD),
+    ]
+    assert all(len(block.spans) == 1 for block in blocks)
+    padded = of[0, 1, 2, PAD, PAD]
+    assert padded.starts.tolist() == [0, 3]
+    assert padded.trained.tolist() == [True, True, False, False]
+    assert of[12, 13, 14, 15, 16].trained is None
+
+
+def test_single_gives_the_same_blocks_from_every_cursor():
+    def walk(cursor, again):
+        return ended([2, 4, 3, 5, 1] * 30, cursor.row)
+
+    def blocks(cursor):
+        found, _ = all_of(open_packing("single", walk, 4, cursor, pad=PAD, order=(7, 4, 0, 0)))
+        return found
+
+    whole = blocks(START)
+    assert len(whole) == 150
+    for at in range(0, 149, 7):
+        rest = blocks(whole[at].cursor)
+        assert [one.ids.tolist() for one in rest] == [one.ids.tolist() for one in whole[at + 1 :]]

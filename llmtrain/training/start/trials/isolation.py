@@ -51,8 +51,8 @@ def hiding_attention(
 ) -> str | None:
     """Return the attention that hides documents in this run, after a check on every rank.
 
-    Returns None if documents may attend to each other. Raises UserError as `check_documents_apart`
-    does.
+    Returns None if there is nothing to hide: documents may attend to each other, or each has a
+    block of its own. Raises UserError as `check_documents_apart` and `check_padding` do.
 
     model: the bare model
     prepared: the module that the engine made of it
@@ -65,14 +65,17 @@ def hiding_attention(
     else:
         forward = partial(prepared, all_logits=True)
 
+    tried = (model, forward, device, precision, manifest.seq_len)
+
     def check() -> None:
         with launched.engine.evaluating(), uncompiled():  # its shapes never come again
-            check_documents_apart(
-                model, forward, device, precision, manifest.seq_len, chat=manifest.chat is not None
-            )
+            if manifest.hides_documents:
+                check_documents_apart(*tried, chat=manifest.chat is not None)
+            else:
+                check_padding(*tried)
 
     agreed(launched.ranks, check)
-    return backend(model)
+    return backend(model) if manifest.hides_documents else None
 
 
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
@@ -108,6 +111,21 @@ def check_documents_apart(
     rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
     module, which is collective: every rank makes the same number of forwards.
     """
+    if seen := what_is_seen(model, forward, device, precision, seq_len):
+        expected = f"a model that can hide documents from each other: {seen}"
+        remedy = "data.packing=single"
+        if not chat:
+            remedy = f"data.document_mask=false with data.packing=concat, or {remedy}"
+        raise UserError(Problem("data.document_mask", True, expected, remedy))
+
+
+def what_is_seen(
+    model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
+) -> str:
+    """Return how documents that are packed into rows see each other; "" if they do not.
+
+    The arguments are those of `check_documents_apart`.
+    """
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2])]
     name, vocabulary = backend(model), model.config.get_text_config().vocab_size
@@ -130,20 +148,39 @@ def check_documents_apart(
         float((packed - changed)[row, first[-1] :].abs().max()) for row, first in enumerate(starts)
     )
     equal_within, change_within = _BOUNDS[precision]
-    if not (wrong <= equal_within * most and seen <= change_within * most):
-        raise _not_apart(model, name, wrong / most, seen / most, chat=chat)
-
-
-def _not_apart(
-    model: PreTrainedModel, name: str, wrong: float, seen: float, *, chat: bool
-) -> UserError:
-    kind = model.config.model_type
-    expected = (
-        f"a model that can hide documents from each other: with {kind} (attention: {name}) the "
-        f"logits of packed documents differ from those of each alone by {wrong:.1e} of the "
-        f"largest, and by {seen:.1e} when another document changes"
+    if wrong <= equal_within * most and seen <= change_within * most:
+        return ""
+    return (
+        f"with {model.config.model_type} (attention: {name}) the logits of packed documents "
+        f"differ from those of each alone by {wrong / most:.1e} of the largest, and by "
+        f"{seen / most:.1e} when another document changes"
     )
-    remedy = "another model: conversations of a block must not see each other"
-    if not chat:
-        remedy = "data.document_mask=false with data.packing=concat, or another model"
-    return UserError(Problem("data.document_mask", True, expected, remedy))
+
+
+def check_padding(
+    model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
+) -> None:
+    """Raise UserError unless a document gets the same logits with padding behind it as alone.
+
+    The arguments are those of `check_documents_apart`. A causal model does not see what is behind a
+    position, so this finds models that choose something by a whole row or micro-batch.
+    """
+    size = min(_TOKENS, seq_len)
+    real, vocabulary = max(1, size // 2), model.config.get_text_config().vocab_size
+    ids = made_up_batch(2, size, vocabulary, device)
+    others = ids.clone()
+    others[0, real:] = (ids[0, real:] + 1) % vocabulary
+    with leaving_no_trace(model, device):
+        padded, changed = forward(ids)[0, :real], forward(others)[0, :real]
+        alone = forward(ids[:1, :real])[0]
+    most = float(alone.abs().max())
+    wrong, seen = (float((padded - one).abs().max()) for one in (alone, changed))
+    equal_within, change_within = _BOUNDS[precision]
+    if not (wrong <= equal_within * most and seen <= change_within * most):
+        kind, name = model.config.model_type, backend(model)
+        expected = (
+            f"a model that does not see padding behind a document: with {kind} (attention: {name}) "
+            f"its logits differ by {wrong / most:.1e} of the largest, and by {seen / most:.1e} "
+            "when the padding changes"
+        )
+        raise UserError(Problem("data.packing", "single", expected, "another model"))

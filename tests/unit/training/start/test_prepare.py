@@ -140,7 +140,7 @@ def talks(tmp_path, **chat):
     """A config whose source has conversations."""
     path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(20))
     tree = {
-        "model": {"tokenizer": "sample"},
+        "model": {"tokenizer": "sample", "config": {"model_type": "llama", "hidden_size": 64}},
         "data": {"sources": [{"path": str(path)}], "seq_len": 512},
         "chat": chat,
         "training": {"steps": 10},
