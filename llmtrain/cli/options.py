@@ -3,7 +3,7 @@
 TAB starts a process, so completion imports only typer: the keys and their values come from
 `config/keys.json`, a list that `scripts/reference.py` writes and a test compares with the schema.
 
-    llmtrain train configs/quickstart.yaml data.pack‸   →   data.packing=auto, =concat, =bestfit
+    llmtrain train configs/quickstart.yaml data.pack‸   →   data.packing=auto, =concat, …
 """
 
 from __future__ import annotations

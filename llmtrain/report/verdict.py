@@ -194,9 +194,13 @@ def _steps(tables: Tables) -> Check:
     state = tables.status.get("state")
     mark = {"finished": GOOD, "failed": BAD}.get(str(state), LOOK)
     of = f" of {count(tables.steps)}" if tables.steps else ""
-    return Check(
-        mark, "steps", f"{count(last_step(tables))}{of}, {clip(state or 'state unknown', 80)}"
-    )
+    said = f"{count(last_step(tables))}{of}, {clip(state or 'state unknown', 80)}"
+    few = [one for one in tables.events if one.get("event") == "few_steps"]
+    if detail := few[-1].get("detail") if few else None:
+        mark = LOOK if mark == GOOD else mark
+        said += f"; few: {short(detail['tokens'])} trained tokens"
+        said += f", try {clip(detail['remedy'], 80)}" if detail["remedy"] else ""
+    return Check(mark, "steps", said)
 
 
 def _heldout(tables: Tables) -> Check:

@@ -17,6 +17,7 @@ WORDS = {
     "cursors_not_noted": "The position in the data could not be noted",
     "dropped_documents": "Documents were left out",
     "evaluation_cut_off": "A stop interrupted the evaluation",
+    "few_steps": "The run has few steps",
     "files_restored": "Deleted files of the run directory were written again",
     "leftovers_removed": "Remains of an earlier start were removed",
     "length_changed": "The length of the run was changed",

@@ -7,7 +7,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import UserError
 
 SMALLEST = """\
-model: {config: {model_type: llama, hidden_size: 8}, tokenizer: sample}
+model: {config: {model_type: llama, hidden_size: 8, num_attention_heads: 2}, tokenizer: sample}
 data: {sources: [{path: sample}]}
 training: {steps: 10}
 """

@@ -45,6 +45,7 @@ class Epoch:
     until_end: blocks until every source has ended; None = not counted, as the next ones then
     passes: over the source that is read most often until then
     first: number of the first block that is not padding; None = all are
+    trained: tokens that are trained until then
     """
 
     documents: int
@@ -54,6 +55,7 @@ class Epoch:
     until_end: int | None = None
     passes: int | None = None
     first: int | None = None
+    trained: int | None = None
 
 
 def epoch(
@@ -85,18 +87,19 @@ def epoch(
     passes = [one.max_epochs for one in manifest.sources if one.max_epochs is not None]
     if state is None or not exact or not chat or len(passes) < len(manifest.sources):
         return found
-    first, until_end = _extent(manifest, encoder, reader, state)
-    return replace(found, until_end=until_end, passes=max(passes), first=first)
+    first, until_end, trained = _extent(manifest, encoder, reader, state)
+    return replace(found, until_end=until_end, passes=max(passes), first=first, trained=trained)
 
 
 def _extent(
     manifest: Manifest, encoder: Encoder, reader: Reader, state: DataState
-) -> tuple[int | None, int]:
+) -> tuple[int | None, int, int]:
     """Return the numbers of the first block that is not padding, and of that behind the last one.
 
-    state: where to begin
+    The third number is that of the trained tokens in them. state: where to begin
     """
-    lanes = Lanes(manifest, _Lengths(encoder), reader, state.cursors, state.next_block)
+    lengths = _Lengths(encoder)
+    lanes = Lanes(manifest, lengths, reader, state.cursors, state.next_block)
     first, last = None, state.next_block
     for g in range(state.next_block, state.next_block + manifest.lanes):
         lane = g - state.next_block + 1
@@ -104,16 +107,20 @@ def _extent(
         while lanes.take(g).source >= 0:
             first = g if first is None else min(first, g)
             last, g = max(last, g + 1), g + manifest.lanes
-    return first, last
+    return first, last, lengths.trained
 
 
 class _Lengths:
-    """Encodes each document once, and remembers where its sequences end; its ids are zeros."""
+    """Encodes each document once, and remembers where its sequences end; its ids are zeros.
+
+    trained: tokens of all that was asked for
+    """
 
     def __init__(self, encoder: Encoder) -> None:
         self.tokenizer = encoder.tokenizer
+        self.trained = 0
         self._encoder = encoder
-        self._known: dict[tuple[str, bytes], Encoded] = {}
+        self._known: dict[tuple[str, bytes], tuple[Encoded, int]] = {}
 
     def documents(self, source: Source, texts: Sequence[str]) -> list[Encoded]:
         """Return encoded documents as `Encoder` does, in their lengths."""
@@ -122,8 +129,11 @@ class _Lengths:
         found = self._encoder.documents(source, list(new.values()))
         for key, one in zip(new, found, strict=True):
             zeros = np.broadcast_to(NO_ID, len(one.ids))
-            self._known[key] = one._replace(ids=zeros, trained=None)
-        return [self._known[key] for key in keys]
+            trained = len(one.ids) if one.trained is None else int(one.trained.sum())
+            self._known[key] = one._replace(ids=zeros, trained=None), trained
+        asked = [self._known[key] for key in keys]
+        self.trained += sum(trained for _, trained in asked)
+        return [one for one, _ in asked]
 
 
 def _training(

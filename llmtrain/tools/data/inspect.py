@@ -25,8 +25,12 @@ from llmtrain.data.state import DataState
 from llmtrain.data.survey import check
 from llmtrain.data.tokens.encode import Encoder, open_encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.model.build import model_config
+from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
+from llmtrain.training.start.base import find_base
+from llmtrain.training.start.data import few_steps
 from llmtrain.training.start.prepare import load_manifest, prepare
 from llmtrain.types import NOT_TRAINED
 
@@ -105,6 +109,7 @@ class Inspection:
     straddles: turns whose first token reaches into the prompt, which get sequences of their own
     rejected: why rows cannot be used → how many
     rewriting: ids of all sequences for each id that one sequence a row would have
+    few_steps: what the run is, if its epochs are few steps, and what to set for more; else None
     """
 
     sources: tuple[SourceFacts, ...]
@@ -125,6 +130,7 @@ class Inspection:
     straddles: int | None = None
     rejected: Mapping[str, int] | None = None
     rewriting: float | None = None
+    few_steps: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -136,11 +142,16 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
 
     If a run with the same sources began in `config.run.dir`, its manifest and tokenizer are used.
     Raises UserError for problems of the data, and for a config with which that run could not be
-    resumed.
+    resumed, or a new one not begin: a model that cannot take its blocks or its tokenizer.
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
     with aside_unless_other(config) as directory:
+        is_new = not (directory / contents.MANIFEST).exists()
         prepare(config, directory, max(1, workers))
+        if is_new:
+            tokens = special_tokens(directory / contents.TOKENIZER)
+            base = find_base(config.model) if config.model.from_ is not None else None
+            model_config(config.model, tokens, config.data.seq_len, base)
         manifest = load_manifest(config, directory)
         encoder = open_encoder(directory / contents.TOKENIZER, manifest)
         settings = data_settings(config)
@@ -160,7 +171,10 @@ def _inspection(
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
     found = [census(manifest, k, encoder, reader, documents) for k in numbers]
-    once = epoch(manifest, encoder, reading, found)
+    # Few conversations are counted as by a run, up to the end of its last lane.
+    counted = all(one.exact for one in found)
+    state = DataState.fresh(manifest) if counted and config.training.epochs is not None else None
+    once = epoch(manifest, encoder, reading, found, state)
     packed = _pack(manifest, encoder, reader, blocks, once.blocks)
     read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed["padding"])
     return Inspection(
@@ -183,6 +197,7 @@ def _inspection(
         steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
         lengths=_buckets(found),
         estimated=_estimates(manifest, found, once),
+        few_steps=str(few) if (few := few_steps(config.training, asdict(once))) else None,
         **_chat(found),
         **packed,
     )

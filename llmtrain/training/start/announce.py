@@ -7,6 +7,7 @@ import math
 import platform
 import socket
 import sys
+from dataclasses import asdict
 
 import torch
 
@@ -17,6 +18,7 @@ from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start.claim import Place
+from llmtrain.training.start.data import few_steps
 
 _log = logging.getLogger(__name__)
 
@@ -103,10 +105,24 @@ def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
     if place.steps not in (None, run.steps):
         _report_length(run, place.steps)
+    if first == 0:
+        _warn_of_few_steps(run)
     if run.data.heldout is None:
         event("nothing_held_out", first)
     if run.config.checkpoint.background is True and run.checkpoints.writer is None:
         event("saving_in_line", first, reason="rank 0 writes what all ranks hold parts of")
+
+
+def _warn_of_few_steps(run: Run) -> None:
+    """Say what a run of few steps is, and what to set for more."""
+    training, counted = run.config.training, run.processes.auto.run.get("epoch")
+    if training.epochs is None or counted is None:
+        return
+    unit = run.ranks.world_size
+    unit *= 1 if training.micro_batch_size == "auto" else training.micro_batch_size
+    if found := few_steps(training, counted, unit):
+        _log.warning("%s", found)
+        run.journal.write("event", run.first_step, event="few_steps", detail=asdict(found))
 
 
 def _report_length(run: Run, before: int) -> None:

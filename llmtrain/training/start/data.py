@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from llmtrain.training.start import prepare
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
+
+FEW_STEPS = 50  # with fewer, a learning rate has hardly risen before it falls
+_SMALL_BATCH = 4  # blocks: smaller ones are noisy, more epochs are better
 
 
 def open_data(
@@ -134,6 +137,45 @@ def _steps_of(training: TrainingConfig, counted: Mapping[str, Any]) -> int:
     if until_end is not None and (passes is not None or epochs.is_integer()):
         return math.ceil(until_end / training.global_batch_size)
     return max(1, round(epochs * blocks / training.global_batch_size))
+
+
+@dataclass(frozen=True, slots=True)
+class FewSteps:
+    """A run whose epochs are few steps.
+
+    tokens: that are trained in all
+    remedy: what to set for more steps; "" = nothing more can be done
+    """
+
+    steps: int
+    tokens: int
+    remedy: str
+
+    def __str__(self) -> str:
+        said = f"this run is {self.steps} steps and {self.tokens:,} trained tokens"
+        return f"{said}; try {self.remedy}" if self.remedy else said
+
+
+def few_steps(
+    training: TrainingConfig, counted: Mapping[str, Any], unit: int = 1
+) -> FewSteps | None:
+    """Return what is known of a run whose epochs are few steps; None for every other run.
+
+    counted: the fields of `Epoch`
+    unit: what the global batch must be a multiple of
+    """
+    if training.epochs is None or (steps := _steps_of(training, counted)) >= FEW_STEPS:
+        return None
+    blocks = _steps_of(training.model_copy(update={"global_batch_size": 1}), counted)
+    least = -(-_SMALL_BATCH // unit) * unit
+    batch = min(training.global_batch_size, max(least, blocks // FEW_STEPS // unit * unit))
+    found = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
+    if blocks < FEW_STEPS * batch:
+        found.append(f"training.epochs={math.ceil(training.epochs * FEW_STEPS * batch / blocks)}")
+    tokens = counted["tokens"] * training.epochs
+    if (trained := counted.get("trained")) is not None:
+        tokens = trained * min(1.0, training.epochs / counted["passes"])
+    return FewSteps(steps, round(tokens), " ".join(found))
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:

@@ -82,7 +82,7 @@ def test_every_key_is_offered_and_is_a_key(complete):
 
 
 def test_bash_takes_an_equals_sign_for_a_word_of_its_own(complete):
-    words = ["auto", "concat", "bestfit"]
+    words = ["auto", "concat", "bestfit", "single"]
     assert complete(*TRAIN, "data.pack") == ["data.packing=", *(f"data.packing={w}" for w in words)]
     assert complete(*TRAIN, "data.packing", "=") == words
     assert complete(*TRAIN, "data.packing", "=", "b") == ["bestfit"]

@@ -107,7 +107,7 @@ def test_a_key_that_older_runs_lack_is_no_difference_at_its_default(tmp_path):
 def test_a_difference_names_both_values(tmp_path):
     old, new = loaded(tmp_path), loaded(tmp_path, "data.seq_len=8")
     assert differences(old, new) == [("data.seq_len", 1024, 8)]
-    removed = loaded(tmp_path, "model.config={model_type: llama}")
+    removed = loaded(tmp_path, "model.config={model_type: llama, num_attention_heads: 2}")
     assert differences(old, removed) == [("model.config.hidden_size", 8, None)]
 
 

@@ -11,7 +11,11 @@ def test_a_small_file_is_a_config_with_defaults(tmp_path):
     assert config.training.steps == 10
     assert config.training.global_batch_size == 256
     assert config.optimizer.betas == (0.9, 0.95)
-    assert config.model.config == {"model_type": "llama", "hidden_size": 8}
+    assert config.model.config == {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+    }
 
 
 def test_the_run_directory_is_named_after_the_file(tmp_path):

@@ -61,7 +61,7 @@ def rows_of(count, said="Yes."):
 
 
 def test_ux_23_good_rows_give_the_first_conversation(check):
-    first = check(rows_of(3))
+    first, *_ = check(rows_of(3))
     assert (first.counts["sequences"], first.bad) == (1, None)
 
 
@@ -126,5 +126,5 @@ def test_ux_24_rows_without_anything_to_train_are_refused(refused):
 
 def test_one_good_row_is_enough_where_bad_ones_are_skipped(check, refused):
     bad = {"messages": chats.talk("Hi?", "")}
-    assert check([bad, *rows_of(1), bad], bad_rows="skip").counts["sequences"] == 1
+    assert check([bad, *rows_of(1), bad], bad_rows="skip")[0].counts["sequences"] == 1
     assert len(refused([bad, bad], bad_rows="skip")) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +20,10 @@ import torch
 from helpers import corpus
 
 from llmtrain.agreement import Alone
-from llmtrain.config.schema import Config, RunConfig
+from llmtrain.config.schema import Config, RunConfig, TrainingConfig
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.training.start import prepare
-from llmtrain.training.start.data import open_data
+from llmtrain.training.start.data import FewSteps, few_steps, open_data
 
 GROUP = 20  # documents of a row group
 GROUPS = {"small": 96, "large": 480}  # four units a lane, and five times as many
@@ -108,3 +109,55 @@ def test_ux_08_nothing_more_is_read_before_step_1_of_a_larger_source(
     # A unit of lines is longer where there are more of them, up to 4 MiB; a row group is as it is.
     for what in ("texts", "characters", *(["bytes"] if kind == "parquet" else [])):
         assert large[what] == pytest.approx(small[what], rel=0.2), what
+
+
+@pytest.mark.parametrize(
+    ("batch", "unit", "epochs", "blocks", "steps", "remedy"),
+    [
+        (24, 1, 1, 4_000, 167, None),
+        (24, 1, 1, 480, 20, "training.global_batch_size=9"),
+        (24, 2, 1, 480, 20, "training.global_batch_size=8"),
+        (16, 1, 1, 54, 4, "training.global_batch_size=4 training.epochs=4"),
+        (16, 8, 1, 54, 4, "training.global_batch_size=8 training.epochs=8"),
+        (4, 1, 2, 100, 25, "training.epochs=4"),
+        (4, 1, 0.5, 100, 25, "training.epochs=1"),
+    ],
+)
+def test_epochs_of_few_steps_are_told_with_what_gives_fifty(
+    batch: int, unit: int, epochs: float, blocks: int, steps: int, remedy: str | None
+) -> None:
+    """blocks: of all epochs"""
+    whole = math.ceil(epochs)
+    counted = {
+        "blocks": round(blocks / epochs),
+        "tokens": 1_000,
+        "trained": 700 * whole,
+        "passes": whole,
+        "until_end": round(blocks * whole / epochs),
+    }
+    training = TrainingConfig(epochs=epochs, global_batch_size=batch)
+    found = few_steps(training, counted, unit)
+    if remedy is None:
+        assert found is None
+        return
+    assert found == FewSteps(steps, round(700 * epochs), remedy)
+    assert (
+        str(found) == f"this run is {steps} steps and {found.tokens:,} trained tokens; try {remedy}"
+    )
+    changed: dict[str, Any] = dict(
+        one.removeprefix("training.").split("=") for one in remedy.split()
+    )
+    other = float(changed.get("epochs", epochs)) / epochs
+    now = TrainingConfig(
+        epochs=epochs * other, global_batch_size=int(changed.get("global_batch_size", batch))
+    )
+    whole = math.ceil(epochs * other)
+    more = counted | {"until_end": blocks / epochs * whole, "passes": whole}
+    assert few_steps(now, more, unit) is None
+
+
+def test_a_run_of_steps_or_without_conversations_has_no_more_to_say() -> None:
+    counted = {"blocks": 100, "tokens": 6_400}
+    assert few_steps(TrainingConfig(steps=3), counted) is None
+    found = few_steps(TrainingConfig(epochs=1, global_batch_size=20), counted)
+    assert found == FewSteps(5, 6_400, "training.global_batch_size=4 training.epochs=2")
