@@ -91,10 +91,22 @@ def quickstart(
 
 @app.command(
     rich_help_panel="Start",
-    help="write a config or a launch file to begin with",
-    epilog="Example: llmtrain init --recipe chat_lora --out mine.yaml",
+    help="write a config that fits your data, or a recipe",
+    epilog="Example: llmtrain init chat.jsonl --from Qwen/Qwen3-0.6B; "
+    "llmtrain init --recipe chat_lora --out mine.yaml",
 )
 def init(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DATA|KEY=VALUE]…",
+            help="Files, folders, globs or Hub ids; and values to take as they are.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--from", metavar="BASE", help="A model's directory, Hub id or run to tune."),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Which one; without: the list.", autocompletion=recipes),
@@ -103,10 +115,13 @@ def init(
         Path | None, typer.Option(metavar="FILE", help="Instead of NAME.yaml in this folder.")
     ] = None,
 ) -> None:
-    """Write a recipe, and print the path of the file; an existing file is never replaced."""
-    from llmtrain.tools.recipes import write_recipe
+    """Write a config and say what to do with it; an existing file is never replaced.
 
-    print(write_recipe(recipe, out))
+    With DATA it fits these rows, BASE and this machine; with --recipe it is one of the package's.
+    """
+    from llmtrain.cli.init import write
+
+    write(data or [], base, recipe, out)
 
 
 @app.command(rich_help_panel="Start", help="is this machine ready for this config?")

@@ -6,6 +6,7 @@ checkout the folder `llmtrain/recipes` has links to these two; in an installed p
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -43,17 +44,27 @@ def write_recipe(name: str | None, out: Path | None = None) -> Path:
     recipe, path = known[name], out or Path(f"{name}.yaml")
     own = recipe.relative_to(_FOLDER).as_posix()
     text = recipe.read_text(encoding="utf-8").replace(own, harmless(str(path)))
+    write_new(path, text)
+    return path
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise UserError for a file that exists."""
+    if os.path.lexists(path):  # unlike `Path.exists`, false for a name with a NUL
+        expected = "a file that does not exist: none is overwritten"
+        raise UserError(Problem("--out", path, expected, "--out OTHER.yaml"))
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file. Raises UserError if it exists or cannot be written."""
+    refuse_existing(path)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError:
-        expected = "a file that does not exist: none is overwritten"
-        raise UserError(Problem("--out", path, expected, "--out OTHER.yaml")) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         expected = f"a file that can be written ({reason})"
         raise UserError(Problem("--out", path, expected)) from None
-    return path
 
 
 def summary(recipe: Path) -> str:

@@ -1,0 +1,380 @@
+"""Write a config that fits some data: `llmtrain init DATA… [--from BASE]`.
+
+    rows    ─► form, column, document         each source by itself
+    base    ─► tokenizer, template, limits
+    a draft ─► `data inspect`: lengths and blocks of an epoch ─► seq_len, batch, epochs
+            ─► `plan`: does full training fit this machine? else adapters
+
+Whatever refuses a start refuses the draft, with the same message, and then no file is written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config, ModelConfig, SourceConfig
+from llmtrain.data.chat.template import NAMED
+from llmtrain.data.documents.reader import Reader, Reading
+from llmtrain.data.file_parts import cut, first_columns, inspect
+from llmtrain.data.forms import with_form
+from llmtrain.data.heldout import training_texts
+from llmtrain.data.manifest import Source
+from llmtrain.data.sources.hub import resolve
+from llmtrain.data.sources.local import file_format, is_local
+from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.base import Base
+from llmtrain.model.build import weights_config
+from llmtrain.tools import plan as plans
+from llmtrain.tools.data.inspect import Inspection
+from llmtrain.tools.data.inspect import inspect as look
+from llmtrain.tools.recipes import refuse_existing, write_new
+from llmtrain.training.start.base import find_base
+from llmtrain.training.start.data import FEW_STEPS
+from llmtrain.training.start.planning import does_not_fit
+
+_KEY = "DATA"
+_LONGEST = 2048  # positions of a block at most, unless the base has fewer
+_SHORTEST = 64
+_OF_TEXT = 512  # positions of a block of text
+_SAMPLED = 20  # rows from which a column of texts is chosen
+_STEPS = 200  # that an ordinary run of little data should have
+_BATCHES = (4, 64)  # blocks of a step: the fewest and the most
+_PASSES = 3  # over conversations, with a base
+_FEW = 20_000  # conversations, from which on one pass is enough
+_SCORED = 100  # held-out documents that are enough
+_SHARES = (0.005, 0.1)  # held out: the least and the most
+_MEGABYTE = 1 << 20
+_MARGIN = 1.2  # since what is held out is not trained, and the last block of a lane is not full
+_PATIENCE_SECONDS = 120.0  # for the Hub
+# (bytes of text, entries of a tokenizer that is trained on it); with less that of the package.
+_TOKENIZERS = ((64 * _MEGABYTE, 16_384), (4 * _MEGABYTE, 4_096), (0, None))
+
+# (bytes of text, size of a new model): larger ones only learn their data by heart.
+_SIZES = (
+    (1024 * _MEGABYTE, (768, 12)),
+    (64 * _MEGABYTE, (512, 8)),
+    (4 * _MEGABYTE, (256, 6)),
+    (0, (128, 4)),
+)
+# (parameters, rate): of new models, of whole bases, of adapters.
+_NEW = ((100e6, 6e-4), (20e6, 1e-3), (0, 3e-3))
+_WHOLE = ((1e9, 1e-5), (50e6, 5e-5), (0, 5e-4))
+_ADAPTERS = ((200e6, 2e-4), (0, 2e-3))
+Comments = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What was found out about the sources.
+
+    sources: of the config
+    chat: whether any of them has conversations
+    bytes: of their files, about
+    """
+
+    sources: list[dict[str, Any]]
+    chat: bool
+    bytes: int
+
+
+def write_config(
+    data: Sequence[str],
+    base: str | None = None,
+    out: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Look at data and base, write a config that trains as it stands, and return its path.
+
+    data: directories, files, globs or ids of the Hub
+    base: as `model.from`; None = a new model
+    out: by default a name after the first of the data, in this folder
+    overrides: `section.key=value`, which take the place of what would be chosen
+
+    Raises UserError for data, a base or a file that cannot be used; then nothing is written.
+    """
+    name = _name(data[0])
+    path = out or Path(f"{name}.yaml")
+    refuse_existing(path)
+    asked = ModelConfig.model_validate({"from": base})
+    known = None if base is None else find_base(asked)
+    kind = _look_at(data)
+    tree = _draft(kind, base, known, _run_dir(name))
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        draft = Path(folder) / "draft.yaml"
+
+        def loaded() -> Config:
+            draft.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+            return load_config(draft, overrides)
+
+        found = _inspected(tree, loaded, known)
+        comments = _fit(tree, found, kind, new=known is None)
+        _choose_weights(tree, comments, loaded)
+        for key, value in (one.split("=", 1) for one in overrides):
+            _set(tree, key.split("."), yaml.safe_load(value))
+            comments[key] = "as asked"
+        text = _text(tree, comments, path, found)
+        draft.write_text(text, encoding="utf-8")
+        load_config(draft)  # what is written is what was tried
+    write_new(path, text)
+    return path
+
+
+def _set(tree: Any, parts: Sequence[str], value: object) -> None:
+    """Set the value of a dotted key that `load_config` has accepted."""
+    for part in parts[:-1]:
+        tree = tree[int(part)] if isinstance(tree, list) else tree.setdefault(part, {})
+    tree[parts[-1]] = value
+
+
+def _name(data: str) -> str:
+    """Return a name for the run on this data."""
+    stem = Path(data.rstrip("/")).name.split(".")[0] if is_local(data) else data.split("/")[-1]
+    return re.sub(r"[^\w-]+", "-", stem).strip("-") or "run"
+
+
+def _run_dir(name: str) -> str:
+    """Return a run directory that does not exist."""
+    numbers = ("", *(f"-{n}" for n in range(2, 1000)))
+    return next(f"runs/{name}{n}" for n in numbers if not Path(f"runs/{name}{n}").exists())
+
+
+def _look_at(data: Sequence[str]) -> _Kind:
+    reader = Reader(Reading(_PATIENCE_SECONDS))
+    found = [_source(one, reader) for one in data]
+    sources = [described for described, _, _ in found]
+    return _Kind(sources, any(chat for _, chat, _ in found), sum(size for *_, size in found))
+
+
+def _source(path: str, reader: Reader) -> tuple[dict[str, Any], bool, int]:
+    """Return a source of the config, whether it has conversations, and the bytes of its files."""
+    described: dict[str, Any] = {"path": path}
+    try:
+        resolved = resolve(SourceConfig(path=path), _KEY)
+    except UserError as error:
+        try:  # pages of Markdown are documents, not lines
+            resolved = resolve(SourceConfig(path=path, document="file"), _KEY)
+        except UserError:
+            raise error from None
+    source = Source(
+        label=path,
+        path=path,
+        root=resolved.root,
+        remote=resolved.remote,
+        revision=resolved.revision,
+        files=resolved.files,
+        text_column="text",
+        id_column=None,
+        weight=1.0,
+        max_epochs=None,
+        units=(),
+    )
+    size = sum(file.size for file in source.files)
+    if source.cached:
+        return described, False, size
+    kinds = [(file_format(file.name) or ("",))[0] for file in source.files]
+    if all(kind in ("text", "") for kind in kinds):
+        if len(kinds) > 1 or "" in kinds:
+            described["document"] = "file"
+        return described, False, size
+    if with_form(source, _KEY, reader).form is not None:
+        return described, True, size
+    columns = first_columns(source, _KEY, reader)
+    if columns and "text" not in columns:
+        described["text_column"] = _text_column(source, columns, reader)
+    return described, False, size
+
+
+def _text_column(source: Source, columns: Sequence[str], reader: Reader) -> str:
+    """Return the column whose first texts are the longest. Raises UserError if none has texts."""
+    lengths: dict[str, float] = {}
+    for name in columns:
+        one = replace(source, text_column=name)
+        try:
+            parts, _ = inspect(one, _KEY, reader)
+            units = tuple(cut(parts, 1))
+            texts = islice(training_texts(replace(one, units=units), 0, 0, reader), _SAMPLED)
+            lengths[name] = fmean([len(text) for text in texts] or [0.0])
+        except UserError:
+            continue  # a column of numbers or lists is no column of texts
+    if not any(lengths.values()):
+        expected = (
+            "conversations (messages, conversations, prompt and completion, instruction and "
+            f"output), or a column of texts; it has {', '.join(map(harmless, columns))}"
+        )
+        raise UserError(Problem(_KEY, source.path, expected))
+    return max(lengths, key=lambda name: lengths[name])
+
+
+def _draft(kind: _Kind, asked: str | None, base: Base | None, run_dir: str) -> dict[str, Any]:
+    """Return a config with which the data can be looked at. asked: for `model.from`"""
+    tree: dict[str, Any] = {"run": {"dir": run_dir}}
+    longest = _LONGEST
+    template: str | None = "chatml"
+    if base is None:
+        width, layers = _by_size(_SIZES, kind.bytes)
+        fields = {
+            "model_type": "llama",
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": max(4, width // 64),
+            "intermediate_size": 8 * width // 3 // 32 * 32,
+        }
+        entries = _by_size(_TOKENIZERS, kind.bytes)
+        tree["model"] = {"config": fields, "tokenizer": {"train": entries} if entries else "sample"}
+    else:
+        tree["model"] = {"from": asked}
+        described = weights_config(base).get_text_config()
+        longest = min(longest, getattr(described, "max_position_embeddings", None) or longest)
+        tokenizer = tokenizers.load(base.path, base.revision)
+        template = None if tokenizer.chat_template else _named(tokenizer.get_vocab())
+    tree["data"] = {"sources": kind.sources, "seq_len": longest}
+    if kind.chat:
+        tree["chat"] = {"template": template} if template else {}
+        tree["chat"]["too_long"] = "split"
+    tree["training"] = {"epochs": 1, "global_batch_size": 1}
+    return tree
+
+
+def _named(entries: Mapping[str, int]) -> str:
+    """Return the named template whose tokens a tokenizer has most of."""
+    return max(NAMED, key=lambda name: sum(token in entries for token in NAMED[name]))
+
+
+def _by_size(table: Sequence[tuple[float, Any]], size: float) -> Any:
+    """Return the value of the first row whose size is reached."""
+    return next(value for least, value in table if size >= least)
+
+
+def _inspected(tree: dict[str, Any], loaded: Callable[[], Config], base: Base | None) -> Inspection:
+    """Return what `data inspect` finds. A tokenizer that has too little text is left out.
+
+    Raises UserError as it does; for a base whose template cannot be trained with one that can.
+    """
+    try:
+        return look(loaded(), blocks=0)
+    except UserError as error:
+        (first, *_) = error.problems
+        if first.key == "model.tokenizer" and isinstance(tree["model"].get("tokenizer"), dict):
+            tree["model"]["tokenizer"] = "sample"
+            return look(loaded(), blocks=0)
+        if base is not None and first.key.startswith("chat.") and "template" not in tree["chat"]:
+            named = _named(tokenizers.load(base.path, base.revision).get_vocab())
+            expected = f"a base whose chat template can be trained; {first.key}: {first.expected}"
+            remedy = f"chat.template={named}, behind the data: a named template in its place"
+            raise UserError(Problem("--from", tree["model"]["from"], expected, remedy)) from error
+        raise
+
+
+def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> Comments:
+    """Choose length, batch, epochs and what is held out; return why, by key.
+
+    The draft has blocks of the greatest length, one of them a step. new: whether there is no base
+    """
+    data, training = tree["data"], tree["training"]
+    greatest = data["seq_len"]
+    longest = found.lengths[-1].most if found.lengths else greatest
+    if kind.chat:
+        data["seq_len"] = min(greatest, max(_SHORTEST, 1 << (longest - 1).bit_length()))
+        said = f"tokens of a block; the longest conversation seen has at most {longest:,}"
+    else:
+        data["seq_len"] = min(greatest, _OF_TEXT)
+        said = "tokens of a block"
+    comments = {"data.seq_len": said}
+    share = _SCORED / max(1, sum(one.documents for one in found.sources))
+    data["heldout"] = round(min(_SHARES[1], max(_SHARES[0], share)), 3)
+    comments["data.heldout"] = "share that is never trained on, and scored instead"
+    # Conversations are packed whole, so shorter blocks are as many more only where they are full.
+    blocks = found.steps_per_epoch * greatest / data["seq_len"]
+    if kind.chat:
+        tokens = sum(one.tokens for one in found.sources)
+        blocks = found.steps_per_epoch if found.packing == "single" else tokens / data["seq_len"]
+    few = sum(one.documents for one in found.sources) < _FEW
+    epochs = _PASSES if kind.chat and few and not new else 1
+    batch = 1 << max(0, math.floor(math.log2(max(1.0, blocks * epochs / _STEPS))))
+    batch = min(_BATCHES[1], max(_BATCHES[0], batch))
+    needed = math.ceil(_MARGIN * FEW_STEPS * batch / blocks)
+    comments["training.epochs"] = "passes over the data"
+    if needed > epochs:
+        epochs = needed
+        comments["training.epochs"] += f"; there is little of it, so {epochs} for {FEW_STEPS} steps"
+    training |= {"epochs": epochs, "global_batch_size": batch}
+    steps = max(1, round(blocks * epochs / batch))
+    comments["training.global_batch_size"] = f"blocks of a step; about {steps:,} steps in all"
+    tree["optimizer"] = {"warmup_steps": 0.05}
+    comments["optimizer.warmup_steps"] = "a share of all steps"
+    tree["evaluation"] = {"every_steps": max(5, steps // 10)}
+    tree["checkpoint"] = {"every_steps": max(10, steps // 5)}
+    return comments
+
+
+def _choose_weights(tree: dict[str, Any], comments: Comments, loaded: Callable[[], Config]) -> None:
+    """Choose whether the weights themselves are trained, or adapters, and how fast.
+
+    Raises UserError if nothing fits this machine.
+    """
+    new = "from" not in tree["model"]
+    found = plans.plan(loaded())
+    fits = found.chosen is not None and not found.chosen.layout.strategy.endswith("_offload")
+    table: Sequence[tuple[float, float]] = _NEW if new else _WHOLE
+    if not fits and not new:
+        tree["adapter"] = {"kind": "lora", "r": 16}
+        table, found = _ADAPTERS, plans.plan(loaded())
+        if found.chosen is None and not found.hardware.cpu:
+            tree["adapter"]["kind"] = "qlora"
+            found = plans.plan(loaded())
+        comments["adapter.kind"] = "training all weights does not fit this machine (llmtrain plan)"
+    if found.chosen is None:
+        raise does_not_fit(found.choice, found.hardware, {})
+    rate = _by_size(table, found.shape.count)
+    tree["optimizer"] = {"learning_rate": rate, **tree["optimizer"]}
+    of = "a new model" if new else "a base" if table is _WHOLE else "adapters"
+    comments["optimizer.learning_rate"] = f"usual for {of} of {found.shape.count:,} parameters"
+    tree["training"]["precision"] = "auto"
+    comments["training.precision"] = f"{found.work.precision} here: {found.precision_why}"
+
+
+def _text(tree: Mapping[str, Any], comments: Comments, path: Path, found: Inspection) -> str:
+    """Return the config as YAML, with a comment behind each value that was chosen."""
+    documents = sum(one.documents for one in found.sources)
+    tokens = sum(one.tokens for one in found.sources)
+    command = shlex.quote(harmless(str(path)))
+    lines = [
+        f"# {documents:,} documents of {tokens:,} tokens, packing {found.packing}.",
+        "#",
+        f"#   llmtrain data inspect {command}",
+        f"#   llmtrain train {command}",
+    ]
+    for section, values in tree.items():
+        lines += ["", f"{section}:"]
+        for key, value in values.items():
+            if isinstance(value, list):
+                lines += [f"  {key}:", *(f"    - {_flow(one)}" for one in value)]
+                continue
+            written = f"  {key}: {_flow(value)}"
+            said = comments.get(f"{section}.{key}")
+            lines.append(f"{written:<32}# {said}" if said else written)
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: object) -> str:
+    """Return a value as YAML on one line."""
+    if isinstance(value, float):
+        return f"{value:g}" if value >= 1e-3 else f"{value:.1e}"
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+        .split("\n...")[0]
+        .strip()
+    )
