@@ -82,6 +82,10 @@ class Text:
         """Return the first characters of this text."""
         return Text(self.base, min(self.shared, stop), self.own[: max(0, stop - self.shared)])
 
+    def plus(self, more: str) -> Text:
+        """Return this text with more behind it."""
+        return Text(self.base, self.shared, self.own + more) if more else self
+
     def startswith(self, other: Text) -> bool:
         """Return whether this text begins with another one."""
         if not self.shared and not other.shared:
