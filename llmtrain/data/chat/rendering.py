@@ -338,6 +338,8 @@ class _Run:
         """Note that a round begins."""
         loop.needs.append(loop.first + number + 1)
         held = self._held()
+        if loop.starts:  # namespaces that a round has made end with it, unless one of these has one
+            held = held[: len(loop.starts[0][1])]
         before = loop.starts[-1][1] if loop.starts else [{}] * len(held)
         for new, old in zip(held, before, strict=False):
             loop.kept += sum(_size(new[name]) for name in new if new[name] is not old.get(name))
