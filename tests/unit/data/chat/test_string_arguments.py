@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from helpers import turns
 from helpers.chats import data_of, open_chat, spans
 from helpers.corpus import write_jsonl
 from helpers.turns import DEEPSEEK_V3, GEMMA_4, GLM, GPT_OSS, ROW, by_hand, family
 
-from llmtrain.data.chat.rows import BadRowError, Example, to_example
+from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.manifest import ChatFacts
 from llmtrain.data.tokens.encode import Encoder, chat_facts, differing_chat
 from llmtrain.data.tokens.encode import open_chat as open_as_stored
@@ -45,7 +46,7 @@ NONE = "{% for m in messages %}{{ '<turn>' + m.role + ' ' + m.content + '<end>' 
 @pytest.fixture
 def place(tmp_path):
     def build(template):
-        more = () if template == DEEPSEEK_V3 else TOKENS
+        more = () if template in turns.TOKENS else TOKENS
         return family(tmp_path / f"t{len(list(tmp_path.iterdir()))}", template, *more)
 
     return build
@@ -97,19 +98,14 @@ def test_case_09_deepseek_v3_writes_the_string_of_the_row(place):
         (AS_JSON, "object"),
         (ITEMS, "object"),
         (BOTH, "object"),
-        (NONE, "object"),
+        pytest.param(NONE, "object", id="none-object"),
         (GPT_OSS, "object"),
         (GEMMA_4, "object"),
         (GLM, "object"),
     ],
 )
-def test_the_form_is_what_the_template_writes(tmp_path, template, wanted):
-    at = family(
-        tmp_path / "one",
-        template,
-        *(() if template in (DEEPSEEK_V3, GPT_OSS, GLM, GEMMA_4) else TOKENS),
-    )
-    chat = open_chat(at)
+def test_the_form_is_what_the_template_writes(place, template, wanted):
+    chat = open_chat(place(template))
     assert chat.arguments == wanted
     facts = chat_facts(chat).to_json()
     assert facts.get("arguments", "object") == wanted
@@ -133,24 +129,22 @@ def test_of_the_same_kind_an_object_becomes_the_string_that_openai_would_store(p
     expected = by_hand(at, BEGIN, 'f {"b": [1.0, true, null], "a": {"x": "y"}}', END, "<end>")
     assert said(at, asked(given)) == expected
     assert said(at, asked(None)) == by_hand(at, BEGIN, "f {}", END, "<end>")
-    text = open_chat(at).render(Example(to_example(
-        json.dumps(asked({"town": "Đà Nẵng"})), "messages").messages).with_strings)  # fmt: skip
-    assert 'f {"town": "Đà Nẵng"}</call>' in text
-    turns = [
+    other = to_example(json.dumps(asked({"town": "Đà Nẵng"})), "messages")
+    assert 'f {"town": "Đà Nẵng"}</call>' in open_chat(at).render(other.with_strings)
+    said_by = [
         {"from": "human", "value": "Go."},
         {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
     ]
     found = open_chat(at).sequences(
-        to_example(json.dumps({"conversations": turns}), "conversations")
+        to_example(json.dumps({"conversations": said_by}), "conversations")
     )
     ((_, ids),) = spans(found.sequences[0].ids, found.sequences[0].trained)
     assert ids == by_hand(at, BEGIN, 'f {"a": 1}', END, "<end>")
 
 
 def test_a_template_that_takes_objects_gets_what_the_string_means(place):
-    assert said(at := place(AS_JSON), asked('{"b":1}')) == by_hand(
-        at, BEGIN, 'f {"b": 1}', END, "<end>"
-    )
+    at = place(AS_JSON)
+    assert said(at, asked('{"b":1}')) == by_hand(at, BEGIN, 'f {"b": 1}', END, "<end>")
     example = to_example(json.dumps(asked('{"b":1}')), "messages")
     of = [
         m[1]["tool_calls"][0]["function"]["arguments"]
