@@ -103,6 +103,8 @@ def _takes(field: Schema, definitions: Schema) -> str:
             return str(value)
         case {"prefixItems": [first, *_] as items}:
             return f"a list of {len(items)}, each {_takes(first, definitions)}"
+        case {"items": item, "minItems": 1}:
+            return f"a list of one or more, each {_takes(item, definitions)}"
         case {"items": item}:
             return f"a list, each {_takes(item, definitions)}"
         case {"properties": inner, "required": names}:

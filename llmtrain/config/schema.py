@@ -37,6 +37,7 @@ Origin = Literal["file", "command line"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
+Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
 EXPERT = Field(json_schema_extra={"expert": True})
 
 
@@ -172,8 +173,10 @@ class ChatConfig(Section):
     """
     bad_rows: Literal["error", "skip"] = "error"
     """What to do with a row that is no conversation; skipped ones are counted."""
-    end_of_turn: Annotated[Text | Auto, EXPERT] = "auto"
-    """The token that ends a turn of the assistant; auto = what the template writes there."""
+    end_of_turn: Annotated[Text | Auto | Names, EXPERT] = "auto"
+    """The token that ends a turn of the assistant, or a list of them; auto = what the template
+    writes behind an answer and behind a call of a tool.
+    """
     rewritten_history: Annotated[Literal["split", "last", "error"], EXPERT] = "split"
     """What to do with turns that the template writes otherwise once they are history: train them in
     sequences of their own, or not at all.

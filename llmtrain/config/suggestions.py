@@ -112,7 +112,10 @@ _CONVERTED = {
         "chat.train_turns",
         "answers alone are trained: all of a conversation, or the last",
     ),
-    "eos_token eot_tokens": ("chat.end_of_turn", "auto = what the template writes after an answer"),
+    "eos_token eot_tokens": (
+        "chat.end_of_turn",
+        "auto = what the template writes after an answer and after a call",
+    ),
     "special_tokens": ("", "the tokenizer's own are used, and chat.template adds its tokens"),
     "eval_strategy evaluation_strategy evals_per_epoch": (
         "evaluation.every_steps",

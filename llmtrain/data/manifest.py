@@ -126,14 +126,39 @@ class ChatFacts:
 
     template: digest of the chat template; "" = no template, where no form needs one
     settings: fields of `chat.Settings`, the date among them
-    end_of_turn: its text and id, and what the template puts before an answer; None = no template
+    end_of_turn: its text and id, what the template puts before an answer, and further tokens that
+        end a turn, if there are any; None = no template
     probe: digest of ids and masks of made-up conversations
+    arguments: how the template takes the arguments of calls, `object` or `string`
     """
 
     template: str
     settings: Mapping[str, Any]
     end_of_turn: Mapping[str, Any] | None
     probe: str
+    arguments: str = "object"
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a turn; none without a template."""
+        end = self.end_of_turn
+        return (end["id"], *end.get("others", {}).values()) if end else ()
+
+    @property
+    def calls(self) -> bool:
+        """Whether calls of tools differ from answers in how they end or are written.
+
+        A run that began before they were looked at has them as answers, and continues so.
+        """
+        end = self.end_of_turn or {}
+        return self.arguments != "object" or "others" in end or "after_call" in end
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; arguments that are objects are left out, as in manifests of old."""
+        found = asdict(self)
+        if self.arguments == "object":
+            del found["arguments"]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +211,7 @@ class Manifest:
             [source.form, dict(source.columns), *([source.reading] if source.reading > 1 else ())]
             for source in sources
         ]
-        chat = {"chat": _short([asdict(self.chat), forms])} if self.chat else {}
+        chat = {"chat": _short([self.chat.to_json(), forms])} if self.chat else {}
         return {
             **chat,
             "files": _short([[list(file) for file in source.files] for source in sources]),
@@ -300,7 +325,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "fingerprint": manifest.fingerprint,
         **{key: getattr(manifest, key) for key in _PLAIN},
         "tokenizer": asdict(manifest.tokenizer),
-        **({"chat": asdict(manifest.chat)} if manifest.chat else {}),
+        **({"chat": manifest.chat.to_json()} if manifest.chat else {}),
         "sources": [_source_to_json(source) for source in manifest.sources],
     }
 

@@ -48,7 +48,7 @@ def _prompt(run: Run, prompt: str) -> tuple[list[int], set[int]]:
     tokenizer, chat = run.data.tokenizer, run.data.encoder.chat
     if chat is not None and chat.has_template:
         message = {"role": "user", "content": prompt}
-        return chat.prompt_ids([message]), {tokenizer.eos, chat.check().id}
+        return chat.prompt_ids([message]), {tokenizer.eos, *chat.check().ids}
     start = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
     return [start, *tokenizer.encode(prompt).tolist()], {tokenizer.eos}
 

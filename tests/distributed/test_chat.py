@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import chats, corpus
+import torch
+from helpers import chats, corpus, turns
 from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.tools.data.which import which
+from llmtrain.tools.use.export.export import export
+from llmtrain.tools.use.generate import generate
 
 STEPS = 8
 
@@ -78,6 +81,56 @@ def test_ft_32_a_checkpoint_ends_at_the_end_of_a_turn(straight: Path) -> None:
     assert "<|im_start|>" in (checkpoint / "chat_template.jinja").read_text()
     assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] > end
     assert start["trainable_parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (turns.GPT_OSS, ("<|return|>", "<|call|>")),
+        (turns.GLM, ("<|user|>", "<|observation|>")),
+    ],
+    ids=["gpt-oss", "glm"],
+)
+def test_every_token_that_ends_a_turn_is_saved_and_ends_what_is_generated(
+    server: Server, tmp_path: Path, template: str, ends: tuple[str, ...]
+) -> None:
+    files = chats.make(tmp_path / "tokenizer", template, turns.TOKENS[template])
+    asked = {"model__tokenizer": str(files), "evaluation__prompts": ["Hi?"], "training__steps": 2}
+    path = config_of(tmp_path, [turns.ROW] * 40, optimizer__schedule="constant", **asked)
+    own = f"chat.template={files / 'chat_template.jinja'}"
+    for steps in (2, 3):
+        given = ["train", str(path), own, f"training.steps={steps}"]
+        assert server.run(given, 1, tmp_path) == [0], (tmp_path / "output.txt").read_text()
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    exported = export(checkpoints[-1], tmp_path / "exported", verify=False).path
+    tokenizer = chats.plain(files)
+    expected = [tokenizer.token_to_id(one) for one in ("<|endoftext|>", *ends)]
+    for directory in (*checkpoints, exported):
+        settings = json.loads((directory / "generation_config.json").read_text())
+        assert settings["eos_token_id"] == expected
+    for end in ends:
+        found = generate(writes(exported, tokenizer.token_to_id(end)), "Hi?", chat=True)
+        assert (found.text, found.tokens, found.ended) == ("", 1, True)
+    other = writes(exported, tokenizer.token_to_id("e"))
+    found = generate(other, "Hi?", chat=True, max_new_tokens=5)
+    assert (found.text, found.tokens, found.ended) == ("eeeee", 5, False)
+
+
+def writes(directory: Path, token: int) -> Path:
+    """A copy of a model of Llama's kind that writes this token and nothing else."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config = AutoConfig.from_pretrained(directory, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_("norm" in name or "embed" in name)
+        model.lm_head.weight[token] = 1
+    model.generation_config = GenerationConfig.from_pretrained(directory)
+    out = directory.with_name(f"writes-{token}")
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(directory).save_pretrained(out)
+    return out
 
 
 def test_the_evaluation_scores_answers_and_has_no_bits_per_byte(straight: Path) -> None:

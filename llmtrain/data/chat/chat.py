@@ -18,7 +18,14 @@ import xxhash
 
 from llmtrain.data.chat.control import Control, control_of, unmark, without_marks
 from llmtrain.data.chat.encode import Encoder, open_encoder
-from llmtrain.data.chat.end_of_turn import EndOfTurn, Write, find_end_of_turn
+from llmtrain.data.chat.end_of_turn import (
+    NO_CALL,
+    Arguments,
+    Call,
+    EndOfTurn,
+    find_call,
+    find_end_of_turn,
+)
 from llmtrain.data.chat.mask import (
     TokenSequence,
     find_turns,
@@ -45,7 +52,7 @@ class Settings:
     too_long: what becomes of sequences of more than `seq_len` ids
     rewritten_history: what becomes of turns that the template writes differently as history
     control_tokens: whether control tokens in content are text, or make a bad row
-    end_of_turn: the token that ends a turn; "auto" = it is detected
+    end_of_turn: the token that ends a turn, or several; "auto" = they are detected
     date: what the template's clock says, an ISO date and time
     """
 
@@ -54,7 +61,7 @@ class Settings:
     too_long: Literal["error", "truncate", "split"]
     rewritten_history: Literal["split", "last", "error"]
     control_tokens: Literal["text", "error"]
-    end_of_turn: str
+    end_of_turn: str | Sequence[str]
     date: str
 
 
@@ -79,6 +86,8 @@ class Chat:
     directory: the run's `tokenizer/`
     seq_len: ids that a sequence may have
     tokenizer: that tokenizer with the run's back end; None = it is opened with `tokenizers`
+    calls: whether the template is asked how it writes calls of tools; if not, they end as answers
+        do, and their arguments are objects
     """
 
     def __init__(
@@ -87,9 +96,12 @@ class Chat:
         settings: Settings,
         seq_len: int,
         tokenizer: Tokenizer | None = None,
+        *,
+        calls: bool = True,
     ) -> None:
         self.settings = settings
         self.seq_len = seq_len
+        self._calls = calls
         self._directory = directory
         self._tokenizer = tokenizer
 
@@ -108,6 +120,11 @@ class Chat:
         return self._end
 
     @property
+    def arguments(self) -> Arguments:
+        """How the template takes the arguments of calls. Raises UserError."""
+        return self._call.arguments
+
+    @property
     def digest(self) -> str:
         """Digest of the template. Raises UserError."""
         return xxhash.xxh3_64_hexdigest(self._template.text.encode())
@@ -123,6 +140,7 @@ class Chat:
 
         Raises BadRowError if the template cannot write it.
         """
+        messages = self._with_arguments(Example(messages))
         messages, tools = self._mark_control(messages, tools, prompt=True)
         return self._encoder.encode(self.render(messages, tools, True) + self._end.lead).ids
 
@@ -181,18 +199,21 @@ class Chat:
     @cached_property
     def _end(self) -> EndOfTurn:
         tokens = {token.content: id for id, token in self._encoder.added.items()}
-        found = find_end_of_turn(self._writer(None), tokens, self.settings.end_of_turn)
-        ends = [self._encoder.encode(f"{text}{found.text}").ids[-1] for text in ("Yes", "Yes.\n")]
-        if ends != [found.id] * 2:
-            expected = "a token that the tokenizer finds behind text"
-            raise UserError(Problem("chat.end_of_turn", found.text, expected))
+        found = find_end_of_turn(self.render, tokens, self.settings.end_of_turn, self._call)
+        for token, id in zip(found.texts, found.ids, strict=True):
+            ends = [self._encoder.encode(f"{text}{token}").ids[-1] for text in ("Yes", "Yes.\n")]
+            if ends != [id] * 2:
+                expected = "a token that the tokenizer finds behind text"
+                raise UserError(Problem("chat.end_of_turn", token, expected))
         return found
 
-    def _writer(self, tools: Tools) -> Write:
-        def write(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-            return self._template.render(messages, tools, add_generation_prompt)
+    @cached_property
+    def _call(self) -> Call:
+        return find_call(self.render) if self._calls else NO_CALL
 
-        return write
+    def _with_arguments(self, example: Example) -> Sequence[Message]:
+        """Return messages with the arguments of their calls as the template takes them."""
+        return example.messages if self.arguments == "object" else example.with_strings
 
     def _turns_to_train(self, example: Example) -> list[int]:
         """Return the indices of the messages to train. A first message has no prompt."""
@@ -214,7 +235,8 @@ class Chat:
         trained = self._turns_to_train(example)
         if not trained:
             return []
-        messages, tools = self._mark_control(example.messages, example.tools, prompt=False)
+        messages = self._with_arguments(example)
+        messages, tools = self._mark_control(messages, example.tools, prompt=False)
         if self.settings.too_long != "split":
             return [self._render_turns(messages, tools, trained, counts)]
         first: Counter[str] = Counter()
@@ -319,7 +341,7 @@ class Chat:
         raise BadRowError("control_tokens", f"the template reads {found!r} in the content")
 
     def _fits(self, messages: Sequence[Message], tools: Tools) -> bool:
-        text = self.render(messages, tools)
+        text = self.render(messages, tools) + self._end.closing(messages[-1], None)
         stop = self._end.stop(text)
         return len(self._encoder.encode(text[:stop] if stop > 0 else text).ids) <= self.seq_len
 

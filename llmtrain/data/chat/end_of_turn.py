@@ -1,7 +1,7 @@
-r"""Finds the token with which the assistant ends its turn, and what a template puts before answers.
+r"""Finds how a template writes turns: what precedes an answer, how a call, and what ends both.
 
-A conversation is rendered twice, with two answers. What follows both must begin with one added
-token, white space aside. It need not be the tokenizer's `eos_token`:
+A question is rendered twice, with two answers. What follows both must begin with one added token,
+white space aside. It need not be the tokenizer's `eos_token`:
 
     <|im_start|>assistant\n<think>\n\n</think>\n\n{answer}<|im_end|>\n
     └─────── prompt ──────┘└──────── X ──────────┘        └ end of turn
@@ -9,64 +9,150 @@ token, white space aside. It need not be the tokenizer's `eos_token`:
 If X, what is between the prompt and the answer, is added tokens and white space, the model need not
 generate it: it becomes part of the prompt (`lead`). Any other X is trained: the blank that Mistral
 writes before an answer, for example, belongs to the answer's first token.
+
+A call of a tool may end with another token than an answer. So a call is rendered, too. Most
+templates write the same token behind it. If one does not, the call ends with the last token that is
+written with it:
+
+    <|start|>assistant to=functions.weather …{"town": "Ulm"}<|call|>
+
+Some templates write no end at all: there the first token of the next message ends a turn, since it
+is what the model has to generate to be stopped. It is found by rendering a message of the user
+behind an answer and a result behind a call, and is put behind every turn:
+
+    <|assistant|>\n{answer}<|user|>    <|assistant|>\n<tool_call>…</tool_call><|observation|>
+
+A token with which the assistant's own messages begin is none of these: it names no next role.
+
+Arguments of calls are objects for most templates. Some only write strings of JSON (`find_call`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from llmtrain.data.chat.control import START, longest
+from llmtrain.data.chat.probe_rows import CALLED, TOWN
 from llmtrain.data.chat.rows import BadRowError, Message
+from llmtrain.data.chat.template import Tools
 from llmtrain.errors import Problem, UserError
 
 AUTO = "auto"
 _ANSWERS = ("Certainly, the first.", "Perhaps another one?")
+_QUESTION: Message = {"role": "user", "content": "Which one?"}
+_NEXT: Message = {"role": "user", "content": "And then?"}
 _KEY = "chat.end_of_turn"
 
-Write = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt → text
+Arguments = Literal["object", "string"]
+Write = Callable[[Sequence[Message], Tools, bool], str]  # …, add_generation_prompt → text
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfTurn:
-    """How a turn of the assistant ends and begins.
+    """How turns of the assistant end and begin.
 
-    text, id: the token that ends it
+    text, id: the token that ends an answer
     lead: what is appended to every prompt; "" = nothing
     header: what else the template writes before an answer, which is trained; "" = nothing
+    others: further tokens that end a turn, a call of a tool for example, with their ids
+    after_answer: what is put behind an answer to end it, up to the first token of the message that
+        follows; "" = the template ends answers itself
+    after_call: the same for a call of a tool
     """
 
     text: str
     id: int
     lead: str
     header: str
+    others: Mapping[str, int] = field(default_factory=dict)
+    after_answer: str = ""
+    after_call: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All tokens that end a turn."""
+        return (self.text, *self.others)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of all tokens that end a turn."""
+        return (self.id, *self.others.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for the manifest; what most templates do not have is left out."""
+        found = asdict(self)
+        optional = ("others", "after_answer", "after_call")
+        return {name: value for name, value in found.items() if value or name not in optional}
+
+    def closing(self, message: Message, following: Message | None) -> str:
+        """Return what is put behind a message to end it; "" if the template has ended it.
+
+        following: the message behind it, whose role decides; without one it is what the message
+            asks for: a call the tool's, an answer the user's
+        """
+        if message["role"] != "assistant":
+            return ""
+        own, other, role = self.after_answer, self.after_call, "tool"
+        if message.get("tool_calls"):
+            own, other, role = self.after_call, self.after_answer, "user"
+        turned = own and other and following is not None and following["role"] == role
+        return other if turned else own
 
     def stop(self, rendered: str) -> int:
         """Return where the last end-of-turn token of a text ends, or -1 if it has none.
 
         Marked ones are content.
         """
-        at = rendered.rfind(self.text)
-        while at > 0 and rendered[at - 1] == START:
-            at = rendered.rfind(self.text, 0, at)
-        return at + len(self.text) if at >= 0 else -1
+        return max(_stop(rendered, token) for token in self.texts)
 
 
-def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str) -> EndOfTurn:
-    """Find the end-of-turn token of a template.
+class Call(NamedTuple):
+    """How a template writes the call of a tool.
+
+    arguments: what it takes them as
+    messages: those of `CALLED`, with arguments as it takes them
+    text: of a question and the call; "" = it writes no calls
+    """
+
+    arguments: Arguments
+    messages: Sequence[Message]
+    text: str
+
+
+NO_CALL = Call("object", CALLED.messages, "")
+
+
+def find_call(write: Write) -> Call:
+    """Find how a template takes the arguments of calls.
+
+    As strings, if it writes objects not at all or as Python shows them. write: renders messages
+    """
+    objects, strings = CALLED.messages, CALLED.with_strings
+    found = Call("object", objects, _text_of_call(write, objects))
+    if TOWN in found.text and str(_arguments(objects)) not in found.text:
+        return found
+    text = _text_of_call(write, strings)
+    return Call("string", strings, text) if _arguments(strings) in text else found
+
+
+def find_end_of_turn(
+    write: Write, tokens: Mapping[str, int], named: str | Sequence[str], call: Call = NO_CALL
+) -> EndOfTurn:
+    """Find the end-of-turn tokens of a template.
 
     write: renders messages
     tokens: added token → id
-    named: the value of `chat.end_of_turn`; "auto" = it is detected
-    Raises UserError if the template writes no such token, or not the named one.
+    named: the value of `chat.end_of_turn`; "auto" = they are detected
+    call: how it writes calls; if it writes none, turns with calls end as answers do
+    Raises UserError if the template writes no such token, or not the named ones.
     """
-    question: Message = {"role": "user", "content": "Which one?"}
     try:
-        prompt = write([question], True)
-        texts = [
-            write([question, {"role": "assistant", "content": answer}], False)
-            for answer in _ANSWERS
-        ]
+        prompt = write([_QUESTION], None, True)
+        texts = [write([_QUESTION, _answer(answer)], None, False) for answer in _ANSWERS]
     except BadRowError as error:
         expected = f"a template that renders a question and an answer ({error.why})"
         raise UserError(Problem("chat.template", None, expected)) from error
@@ -74,35 +160,172 @@ def find_end_of_turn(write: Write, tokens: Mapping[str, int], named: str) -> End
     if len(ends) != 1 or _ANSWERS[0] not in texts[0]:
         expected = "a template that writes every answer, and the same after each"
         raise UserError(Problem("chat.template", None, expected))
-    token = _token(ends.pop(), tokens, named)
+    answer = _Behind(ends.pop(), "")
+    if not answer.own.strip():
+        talk = [_QUESTION, _answer(_ANSWERS[0]), _NEXT]
+        answer = _Behind(
+            answer.own, _next_token(write, talk, None, _ANSWERS[0], answer.own, tokens)
+        )
+    names = [named] if isinstance(named, str) else named
+    found = [_first(answer, tokens)] if named == AUTO else list(names)
+    called = _behind_call(write, call, found, tokens)
+    if named == AUTO:
+        found += _last(called, answer, found, tokens)
+    else:
+        found = _checked(names, answer, called, tokens)
     before = texts[0].rpartition(_ANSWERS[0])[0]
     between = before.removeprefix(prompt) if before.startswith(prompt) else ""
     is_lead = _is_lead(between, tokens)
-    return EndOfTurn(token, tokens[token], between if is_lead else "", "" if is_lead else between)
+    return EndOfTurn(
+        found[0],
+        tokens[found[0]],
+        between if is_lead else "",
+        "" if is_lead else between,
+        {token: tokens[token] for token in found[1:]},
+        answer.closing(found),
+        called.closing(found),
+    )
 
 
-def _token(end: str, tokens: Mapping[str, int], named: str) -> str:
-    if named != AUTO:
-        if named not in tokens:
-            raise UserError(Problem(_KEY, named, "an added token of the tokenizer"))
-        if named not in end:
-            expected = f"a token that the template writes after an answer; it writes {end!r}"
-            raise UserError(Problem(_KEY, named, expected))
-        return named
-    found = longest(dict.fromkeys(_visible(tokens), "")).match(end.lstrip())
+class _Behind(NamedTuple):
+    """What is behind an answer or a call.
+
+    own: what the template writes with it
+    following: what it writes of the next message, up to its first token; "" = that ends no turn
+    """
+
+    own: str
+    following: str
+
+    def is_ended(self, found: Sequence[str]) -> bool:
+        """Return whether the template writes one of these tokens itself."""
+        return any(token in self.own for token in found)
+
+    def closing(self, found: Sequence[str]) -> str:
+        """Return what has to be put behind a turn, so that one of these tokens ends it."""
+        ends = not self.is_ended(found) and self.following.lstrip() in found
+        return self.following if ends else ""
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _arguments(messages: Sequence[Message]) -> Any:
+    return messages[1]["tool_calls"][0]["function"]["arguments"]
+
+
+def _text_of_call(write: Write, messages: Sequence[Message]) -> str:
+    """Return the text of a question and a call; "" if the template cannot write it."""
+    with suppress(BadRowError):
+        return write(messages[:2], CALLED.tools, False)
+    return ""
+
+
+def _behind_call(
+    write: Write, call: Call, found: Sequence[str], tokens: Mapping[str, int]
+) -> _Behind:
+    """Return what is behind a call; nothing if the template writes none."""
+    if TOWN not in call.text:
+        return _Behind("", "")
+    behind = _Behind(call.text.rpartition(TOWN)[2], "")
+    if behind.is_ended(found):
+        return behind
+    following = _next_token(write, call.messages, CALLED.tools, TOWN, behind.own, tokens)
+    return _Behind(behind.own, following)
+
+
+def _next_token(
+    write: Write,
+    messages: Sequence[Message],
+    tools: Tools,
+    said: str,
+    own: str,
+    tokens: Mapping[str, int],
+) -> str:
+    """Return what the template writes of the last message, up to its first token.
+
+    "" if that is no token, or one with which the assistant's messages begin.
+
+    messages: a question, a turn, and what follows
+    said: the end of what the turn says
+    own: what the template writes behind it, if nothing follows
+    """
+    try:
+        header = write(messages[:1], tools, True).rpartition(messages[0]["content"])[2]
+        behind = write(messages, tools, False).rpartition(said)[2]
+    except BadRowError:
+        return ""
+    rest = behind.removeprefix(own)
+    token = _any_of(tokens).match(rest.lstrip())
+    if not behind.startswith(own) or token is None or token.group() in header:
+        return ""
+    return rest[: len(rest) - len(rest.lstrip())] + token.group()
+
+
+def _first(answer: _Behind, tokens: Mapping[str, int]) -> str:
+    """Return the token that ends an answer."""
+    found = _any_of(tokens).match((answer.own + answer.following).lstrip())
     if found is None:
-        expected = f"no end-of-turn token after the answer (the template writes {end!r} there)"
+        expected = (
+            f"no end-of-turn token after the answer (the template writes {answer.own!r} there)"
+        )
         raise UserError(
             Problem("chat.template", None, f"a token that ends a turn: {expected}", f"set {_KEY}")
         )
     return found.group()
 
 
+def _last(
+    call: _Behind, answer: _Behind, found: Sequence[str], tokens: Mapping[str, int]
+) -> list[str]:
+    """Return the token that ends a call, if it is none of those found."""
+    if call.is_ended(found):
+        return []
+    written = [token for token in _visible(tokens) if call.own.rstrip().endswith(token)]
+    own, following = max(written, key=len, default=""), call.following.lstrip()
+    last = following or own if answer.following else own or following
+    return [last] if last and last not in found else []
+
+
+def _checked(
+    named: Sequence[str], answer: _Behind, call: _Behind, tokens: Mapping[str, int]
+) -> list[str]:
+    """Return the named tokens, those that end an answer first."""
+    for token in named:
+        if token not in tokens:
+            raise UserError(Problem(_KEY, token, "an added token of the tokenizer"))
+    after_answer, after_call = answer.own + answer.following, call.own + call.following
+    first = [token for token in named if token in after_answer]
+    wrong = [token for token in named if token not in first and token not in after_call]
+    if wrong or not first:
+        expected = f"a token that the template writes after an answer; it writes {after_answer!r}"
+        if after_call and first:
+            expected = (
+                "a token that the template writes after an answer or a call of a tool; "
+                f"it writes {after_answer!r} and {after_call!r}"
+            )
+        raise UserError(Problem(_KEY, next(iter(wrong), named[0]), expected))
+    return list(dict.fromkeys([*first, *named]))
+
+
 def _is_lead(between: str, tokens: Mapping[str, int]) -> bool:
     """Return whether a text is at least one added token, and else white space."""
-    rest, count = longest(dict.fromkeys(_visible(tokens), "")).subn("", between)
+    rest, count = _any_of(tokens).subn("", between)
     return count > 0 and not rest.strip()
+
+
+def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str]:
+    return longest(dict.fromkeys(_visible(tokens), ""))
 
 
 def _visible(tokens: Mapping[str, int]) -> list[str]:
     return [token for token in tokens if token.strip()]
+
+
+def _stop(rendered: str, token: str) -> int:
+    """Return where the last of this token that is not marked ends, or -1."""
+    at = rendered.rfind(token)
+    while at > 0 and rendered[at - 1] == START:
+        at = rendered.rfind(token, 0, at)
+    return at + len(token) if at >= 0 else -1

@@ -9,6 +9,7 @@ For turn i of the assistant, P is the prompt that inference feeds, and F the tex
     └──────────────────────── P ───────────────────────────┘└── span ───┘
 
 F begins with P; the span ends with the last end-of-turn token, which is trained like the answer.
+Where a template leaves that to the next message (`EndOfTurn.closing`), the token is put behind F.
 Turns whose text up to there begins the text of the last turn share one sequence. A template may
 write history in another way than the newest answer, without its reasoning for example; such a turn
 has a sequence of its own.
@@ -87,7 +88,9 @@ def find_turns(
     for index in trained:
         number = assistants[index]
         prompt = beginnings.render(index, True)
-        whole = beginnings.render(index + 1, False)
+        following = messages[index + 1] if index + 1 < len(messages) else None
+        closing = end.closing(messages[index], following)
+        whole = beginnings.render(index + 1, False).plus(closing)
         known, start = (checked, len(before)) if prompt.startswith(before) else (0, 0)
         _require_context(prompt, start, messages[known:index], number)
         checked, before = index, prompt
@@ -131,7 +134,7 @@ def to_sequences(
             else:
                 counts["dropped"] += 1
             continue
-        assert encoded.ids[stop - 1] == end.id, "the last token of a turn ends it"
+        assert encoded.ids[stop - 1] in end.ids, "the last token of a turn ends it"
         trained[first:stop] = [True] * (stop - first)
         last = stop
     if last:
@@ -147,7 +150,7 @@ def _in_two(encoder: Encoder, turn: Turn, end: EndOfTurn) -> TokenSequence:
     """Return a turn's sequence, its prompt and its answer encoded apart."""
     prompt = encoder.encode(str(turn.prompt)).ids
     answer = encoder.encode(_span(turn), "glued").ids
-    assert answer[-1] == end.id, "the last token of a turn ends it"
+    assert answer[-1] in end.ids, "the last token of a turn ends it"
     return token_sequence([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
@@ -169,7 +172,7 @@ def _stop(end: EndOfTurn, whole: Text, prompt: int) -> int:
 
     Looked through is what is behind the prompt, with as much before it as may belong to the token.
     """
-    start = max(0, prompt - len(end.text) - 1)
+    start = max(0, prompt - max(map(len, end.texts)) - 1)
     found = end.stop(whole.part(start, len(whole)))
     return start + found if found > 0 else 0
 

@@ -1,6 +1,7 @@
 """Conversations on which two installations may differ: white space, scripts, tools, reasoning.
 
-Their ids and masks are the fingerprint of a tokenizer and its template (`Chat.probe`).
+Their ids and masks are the fingerprint of a tokenizer and its template (`Chat.probe`). `CALLED`
+shows how a template writes the call of a tool.
 """
 
 from __future__ import annotations
@@ -22,6 +23,28 @@ _TOOLS = [
     }
 ]
 _CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Đà Nẵng"}}}
+
+
+TOWN = "Ulm"  # the end of what is said in the call of `CALLED`
+_ID = "abcdefghi"  # Mistral's templates take nine letters and nothing else
+CALLED = Example(
+    [
+        {"role": "user", "content": "Is it warm there?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": _ID,
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"town": TOWN}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": _ID, "name": "weather", "content": '{"celsius": 21}'},
+    ],
+    _TOOLS,
+)
 
 
 def _talk(*texts: str, system: str | None = None) -> Example:

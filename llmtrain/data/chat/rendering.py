@@ -82,6 +82,10 @@ class Text:
         """Return the first characters of this text."""
         return Text(self.base, min(self.shared, stop), self.own[: max(0, stop - self.shared)])
 
+    def plus(self, more: str) -> Text:
+        """Return this text with more behind it."""
+        return Text(self.base, self.shared, self.own + more) if more else self
+
     def startswith(self, other: Text) -> bool:
         """Return whether this text begins with another one."""
         if not self.shared and not other.shared:
@@ -334,6 +338,8 @@ class _Run:
         """Note that a round begins."""
         loop.needs.append(loop.first + number + 1)
         held = self._held()
+        if loop.starts:  # namespaces that a round has made end with it, unless one of these has one
+            held = held[: len(loop.starts[0][1])]
         before = loop.starts[-1][1] if loop.starts else [{}] * len(held)
         for new, old in zip(held, before, strict=False):
             loop.kept += sum(_size(new[name]) for name in new if new[name] is not old.get(name))

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -110,12 +110,26 @@ class Example:
     text: prompt and completion, if the row has them as strings; no template is applied to these
     untrained: indices of messages that the row excludes from training (`train: false`,
         `weight: 0`); any index excludes a `text`
+    written: the messages with the arguments of calls as the row has them; () = as in `messages`,
+        where they are what their JSON means
     """
 
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None = None
     text: tuple[str, str] | None = None
     untrained: frozenset[int] = frozenset()
+    written: Sequence[Message] = field(default=(), compare=False)
+
+    @property
+    def with_strings(self) -> Sequence[Message]:
+        """The messages with the arguments of calls as strings of JSON, those of the row unchanged.
+
+        OpenAI stores them so, and some templates write nothing else.
+        """
+        return [
+            _with_arguments(one, lambda given: given if isinstance(given, str) else _as_json(given))
+            for one in self.written or self.messages
+        ]
 
 
 def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) -> tuple[str, ...]:
@@ -308,17 +322,18 @@ def _conversation(
 
     prompts: how many of the first messages belong to a prompt, and so are not trained
     """
-    messages = [_message(one, reading) for one in raw]
-    if not messages:
+    written = [_message(one, reading) for one in raw]
+    if not written:
         raise BadRowError("messages", "it has no messages")
-    untrained = {n for n, one in enumerate(messages) if not _is_trained(one, reading)}
+    untrained = {n for n, one in enumerate(written) if not _is_trained(one, reading)}
     untrained |= {*range(prompts)}
     system = _one_of(row, "system", "system_prompt")
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, _message({"role": "system", "content": system}, reading))
+    if system and written[0]["role"] != "system":
+        written.insert(0, _message({"role": "system", "content": system}, reading))
         untrained = {n + 1 for n in untrained}
-    elif system and reading > 1 and messages[0]["content"] != system:
+    elif system and reading > 1 and written[0]["content"] != system:
         raise BadRowError("system", "its system column differs from its first message")
+    messages = [_with_arguments(one, _meant) for one in written]
     _refuse_blank_answers(messages)
     tools = _tools(_one_of(row, "tools", "functions"))
     if tools and not row.get("tools"):  # OpenAI's older form
@@ -326,7 +341,7 @@ def _conversation(
             one if isinstance(one.get("function"), dict) else {"type": "function", "function": one}
             for one in tools
         ]
-    return Example(messages, tools, None, frozenset(untrained))
+    return Example(messages, tools, None, frozenset(untrained), written)
 
 
 def _one_of(row: Mapping[str, Any], name: str, other: str) -> Any:
@@ -389,9 +404,30 @@ def _call(raw: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise BadRowError("tool_calls", f"a tool call has no name: {_show(raw)}")
     arguments = function.get("arguments")
-    parsed = _parse_json(arguments, "arguments") if arguments else {}
+    given = arguments if isinstance(arguments, str) else arguments or {}
     rest = {} if function is raw else {k: v for k, v in raw.items() if v is not None}
-    return {"type": "function", **rest, "function": {**function, "arguments": parsed}}
+    return {"type": "function", **rest, "function": {**function, "arguments": given}}
+
+
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    """Return a message with the arguments of its calls changed."""
+    if "tool_calls" not in message:
+        return message
+    functions = [(call, call["function"]) for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**function, "arguments": change(function["arguments"])}}
+        for call, function in functions
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _meant(arguments: Any) -> Any:
+    """Return what the arguments of a call mean, which may be a string of JSON."""
+    return _parse_json(arguments, "arguments") if arguments else {}
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _tools(raw: Any) -> list[dict[str, Any]] | None:

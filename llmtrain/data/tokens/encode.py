@@ -101,7 +101,7 @@ def open_chat(
     """Return the template of a run with conversations. tokenizer: as in `Chat`"""
     if facts is None:
         return None
-    return Chat(directory, Settings(**facts.settings), seq_len, tokenizer)
+    return Chat(directory, Settings(**facts.settings), seq_len, tokenizer, calls=facts.calls)
 
 
 def settings_of(config: ChatConfig, date: str) -> Settings:
@@ -123,12 +123,12 @@ def chat_facts(chat: Chat) -> ChatFacts:
     Prompts and completions that are strings need no template; then there is no end of turn.
     """
     end: Mapping[str, Any] | None = None
-    template = ""
+    template, arguments = "", "object"
     if chat.has_template:
-        end, template = asdict(chat.check()), chat.digest
+        end, template, arguments = chat.check().to_json(), chat.digest, chat.arguments
     settings = asdict(chat.settings)
     settings["template_kwargs"] = dict(chat.settings.template_kwargs)
-    return ChatFacts(template, settings, end, chat.probe())
+    return ChatFacts(template, settings, end, chat.probe(), arguments)
 
 
 def differing_chat(manifest: Manifest, encoder: Encoder) -> list[Problem]:
@@ -143,6 +143,7 @@ def differing_chat(manifest: Manifest, encoder: Encoder) -> list[Problem]:
         for name, found, expected in (
             ("template", now.template, then.template),
             ("end of turn", now.end_of_turn, then.end_of_turn),
+            ("arguments of calls", now.arguments, then.arguments),
             ("probe", now.probe, then.probe),
         )
         if found != expected

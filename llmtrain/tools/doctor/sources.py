@@ -117,7 +117,8 @@ def _template(case: Case, found: Survey) -> str | None:
         chat = Chat(directory, settings, config.data.seq_len)
         if not chat.has_template:
             return None
-        return f"conversations by {name} template, a turn ends with {chat.check().text}"
+        ends = " or ".join(chat.check().texts)
+        return f"conversations by {name} template, a turn ends with {ends}"
 
 
 def quiet_hub() -> None:

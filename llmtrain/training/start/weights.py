@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +86,8 @@ def build_model(
     built = _build(config, processes, found)
     if processes.base is not None:
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
-    if data.chat is not None and data.chat.end_of_turn is not None:
-        end_turns(built.bare, data.chat.end_of_turn["id"])
+    if data.chat is not None:
+        end_turns(built.bare, data.chat.ends)
     recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
     if count := compile_blocks(built.bare, compiled):
         _log.info("compiling %s (%d modules) at their first forward", compiled, count)
@@ -108,16 +109,16 @@ def build_model(
     return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside, compiled)
 
 
-def end_turns(model: PreTrainedModel, token: int) -> None:
-    """Let generation end with this token too. Every checkpoint has it in `generation_config.json`.
+def end_turns(model: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Let generation end with these tokens too. `generation_config.json` of checkpoints has them.
 
     Without it, a model that was trained to end its turns writes on behind them.
     """
     config = model.generation_config
-    if config is not None:
+    if config is not None and tokens:
         known = config.eos_token_id
         ends = known if isinstance(known, list) else [] if known is None else [known]
-        config.eos_token_id = ends if token in ends else [*ends, token]
+        config.eos_token_id = [*ends, *(token for token in tokens if token not in ends)]
 
 
 def _keep_generation(built: Built, found: Found | None) -> None:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from llmtrain.data.chat.end_of_turn import EndOfTurn
 from llmtrain.training.run.due import Due
 from llmtrain.training.sample import sample
 
@@ -109,6 +111,19 @@ def test_a_text_without_an_end_is_cut_off():
 def ends_at_once(_ids: torch.Tensor) -> torch.Tensor:
     """A model that is sure of the end."""
     return torch.tensor([sure(EOS)])
+
+
+@pytest.mark.parametrize("end", [EOS, 3, 4])
+def test_an_answer_ends_at_each_token_that_ends_a_turn(end):
+    asked = run_of(
+        lambda ids: torch.tensor([sure(2 if ids[0, -1] == 1 else end)]), Written(None), due()
+    )
+    asked.data.encoder.chat = SimpleNamespace(
+        has_template=True,
+        prompt_ids=lambda messages: [1],
+        check=lambda: EndOfTurn("d", 3, "", "", {"e": 4}),
+    )
+    assert sample(asked)[0].text == "c"
 
 
 def test_the_finished_model_is_sampled():

@@ -54,6 +54,12 @@ LINEAR = {
     + EACH + ONE + "{% endfor %}{% endif %}" + END,
     "a macro": "{% macro line(message, n) %}{{ n }}" + ONE + "{% endmacro %}" + EACH
     + "{{ line(message, loop.index) }}{% endfor %}" + END,
+    "a namespace of a round": "{% set ns = namespace(n=0) %}" + EACH
+    + "{% set own = namespace(n=loop.index) %}{% set own.n = own.n * 2 %}"
+    "{% set ns.n = ns.n + own.n %}{{ own.n }}" + ONE + "{% endfor %}{{ ns.n }}" + END,
+    "a namespace of a macro": "{% macro line(message) %}{% set ns = namespace(text='') %}"
+    "{% for letter in message.content %}{% set ns.text = letter + ns.text %}{% endfor %}"
+    "{{ ns.text }}{% endmacro %}" + EACH + "{{ line(message) }}" + ONE + "{% endfor %}" + END,
     "breaks": EACH + "{% if loop.index == 7 %}{% break %}{% endif %}{% if loop.index == 2 %}"
     "{% continue %}{% endif %}" + ONE + "{% endfor %}" + END,
     "breaks without loop": EACH + "{% if message.content == 'stop' %}{% break %}{% endif %}" + ONE
@@ -106,6 +112,9 @@ OTHERS = {
     "a namespace in one": "{% set ns = namespace(inner=namespace(n=0)) %}" + EACH
     + "{% set deep = ns.inner %}{% set deep.n = deep.n + 1 %}{{ deep.n }}{% endfor %}"
     "{{ ns.inner.n }}",
+    "a namespace of a round in one": "{% set ns = namespace(own=none) %}" + EACH
+    + "{% if not ns.own %}{% set ns.own = namespace(n=0) %}{% endif %}"
+    "{% set deep = ns.own %}{% set deep.n = deep.n + 1 %}{{ deep.n }}{% endfor %}{{ ns.own.n }}",
     "slices": EACH + "{{ messages[loop.index0:] | length }}" + ONE + "{% endfor %}" + END,
     "recursive": "{% for message in messages recursive %}" + ONE + "{% endfor %}" + END,
     "in a block": "{% block all %}" + EACH + ONE + "{% endfor %}{% endblock %}" + END,
@@ -116,6 +125,8 @@ TWICE = {
     "twice": "{% set ns = namespace(system='') %}" + EACH + "{% if message.role == 'system' %}"
     "{% set ns.system = message.content %}{% endif %}{% endfor %}{{ ns.system }}" + EACH + ONE
     + "{% endfor %}" + END,
+    "twice, with namespaces of a round": EACH + "{% set a = namespace(n=1) %}{{ a.n }}{% endfor %}"
+    + EACH + "{% set b = namespace(n=2) %}{{ b.n }}" + ONE + "{% endfor %}" + END,
     "twice, and it writes": EACH + "{{ message.role }}{% endfor %}" + EACH + ONE + "{% endfor %}",
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from helpers import chats
+from helpers import chats, turns
 from helpers.cases import SMALL, case
 from helpers.corpus import articles, write_jsonl
 from helpers.hub import ID, SHA, serving, stand_in
@@ -259,6 +259,9 @@ def test_the_line_of_the_data_names_the_template_of_conversations(tmp_path):
     own = chats.make(tmp_path / "own", "llama3")
     looked = sources.data(talks(tmp_path, f"model.tokenizer={own}"))
     assert looked.found.endswith("by the tokenizer's template, a turn ends with <|eot_id|>")
+    two = chats.make(tmp_path / "two", turns.GPT_OSS, turns.TOKENS[turns.GPT_OSS])
+    looked = sources.data(talks(tmp_path, f"model.tokenizer={two}"))
+    assert looked.found.endswith("a turn ends with <|return|> or <|call|>")
     trained = ("model.tokenizer={train: 300}", "chat.template=gemma")
     assert sources.data(talks(tmp_path, *trained)).found.endswith("by gemma template")
 
