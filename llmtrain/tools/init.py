@@ -105,13 +105,12 @@ def write_config(
 
     Raises UserError for data, a base or a file that cannot be used; then nothing is written.
     """
-    name = _name(data[0])
-    path = out or Path(f"{name}.yaml")
+    path = out or Path(f"{_name(data[0])}.yaml")
     refuse_existing(path)
     asked = ModelConfig.model_validate({"from": base})
     known = None if base is None else find_base(asked)
     kind = _look_at(data)
-    tree = _draft(kind, base, known, _run_dir(name))
+    tree = _draft(kind, base, known, _run_dir(path.stem))
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         draft = Path(folder) / "draft.yaml"
 
@@ -296,11 +295,9 @@ def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> 
     share = _SCORED / max(1, sum(one.documents for one in found.sources))
     data["heldout"] = round(min(_SHARES[1], max(_SHARES[0], share)), 3)
     comments["data.heldout"] = "share that is never trained on, and scored instead"
-    # Conversations are packed whole, so shorter blocks are as many more only where they are full.
-    blocks = found.steps_per_epoch * greatest / data["seq_len"]
-    if kind.chat:
-        tokens = sum(one.tokens for one in found.sources)
-        blocks = found.steps_per_epoch if found.packing == "single" else tokens / data["seq_len"]
+    tokens = sum(one.tokens for one in found.sources) * (1 - data["heldout"])
+    blocks = found.sequences if found.packing == "single" else tokens / data["seq_len"]
+    blocks = max(1.0, blocks or 0.0)
     few = sum(one.documents for one in found.sources) < _FEW
     epochs = _PASSES if kind.chat and few and not new else 1
     batch = 1 << max(0, math.floor(math.log2(max(1.0, blocks * epochs / _STEPS))))

@@ -47,7 +47,7 @@ def test_help_shows_the_commands_in_groups():
         "Train language models: exact, resumable, any number of devices.\n"
         "\n"
         "Start      quickstart    train a small model on the built-in sample, 2 minutes\n"
-        "           init          write a config or a launch file to begin with\n"
+        "           init          write a config that fits your data, or a recipe\n"
         "           doctor        is this machine ready for this config?\n"
         "           plan          memory, strategy and speed before you pay for them\n"
         "Train      train         run a config; the same command resumes\n"

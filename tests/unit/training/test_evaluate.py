@@ -45,7 +45,9 @@ def run_of(held: HeldOut, model: Any, seq_len: int, size: int) -> Any:
         built=SimpleNamespace(micro_batch_size=size),
         checkpoints=SimpleNamespace(flags=dict),
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
-        data=SimpleNamespace(heldout=held, manifest=SimpleNamespace(document_mask=False)),
+        data=SimpleNamespace(
+            heldout=held, manifest=SimpleNamespace(packing="concat", hides_documents=False)
+        ),
         device=torch.device("cpu"),
         engine=SimpleNamespace(evaluating=torch.no_grad),
         model=model,

@@ -1,0 +1,199 @@
+"""`llmtrain init DATA…`: what it finds out, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import bases, brought, chats, corpus
+from transformers import AutoTokenizer
+
+from llmtrain.cli.main import main
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.tools.data.inspect import inspect
+from llmtrain.tools.init import write_config
+from llmtrain.training.start.data import FEW_STEPS
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return bases.save_base(tmp_path / "base", max_position_embeddings=256)
+
+
+def with_template(base: Path, template: str, *tokens: str) -> None:
+    """Give a base's tokenizer a chat template and the tokens of it."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(base)
+
+
+def init(*words: object) -> int:
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["init", *map(str, words)])
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def written(form: str, folder: Path, *more: str, base: Path | None = None) -> Config:
+    path = write_config([str(brought.FORMS[form](folder))], base and str(base), None, more)
+    return load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("form", "source"),
+    [
+        ("csv", {"text_column": "content"}),
+        ("parquet", {"text_column": "body"}),
+        ("pages", {"document": "file"}),
+        ("messages", {}),
+        ("alpaca", {}),
+    ],
+)
+def test_form_column_and_document_are_found(
+    tmp_path: Path, form: str, source: dict[str, str]
+) -> None:
+    (found,) = written(form, tmp_path).data.sources
+    given = found.model_dump(exclude_unset=True)
+    assert {key: value for key, value in given.items() if key != "path"} == source
+
+
+@pytest.mark.parametrize("form", ["messages", "pages"])
+def test_it_is_a_run_of_fifty_steps_or_more_with_held_out_documents(
+    tmp_path: Path, form: str
+) -> None:
+    config = written(form, tmp_path)
+    found = inspect(config, blocks=0)
+    epochs, batch = config.training.epochs, config.training.global_batch_size
+    assert epochs is not None
+    assert found.steps_per_epoch * epochs >= FEW_STEPS
+    assert found.few_steps is None
+    assert batch >= 4
+    assert sum(source.heldout for source in found.sources) >= 2
+    assert config.evaluation.every_steps <= FEW_STEPS / 5
+
+
+def test_the_base_gives_template_length_and_rate(tmp_path: Path, base: Path) -> None:
+    config = written("messages", tmp_path, base=base)
+    assert config.model.from_ == str(base)
+    assert config.chat.template == "chatml"  # the base has none
+    assert config.data.seq_len <= 256
+    assert config.adapter.kind == "none"
+    with_template(base, brought.TEMPLATE, "<|im_start|>", "<|im_end|>")
+    other = tmp_path / "other"
+    other.mkdir()
+    path = write_config([str(brought.FORMS["messages"](other))], str(base), tmp_path / "own.yaml")
+    assert load_config(path).chat.template is None
+
+
+def test_adapters_are_trained_where_all_weights_do_not_fit(tmp_path: Path) -> None:
+    base = bases.save_base(tmp_path / "base", hidden_size=256, num_hidden_layers=4)
+    small = "distributed.device_memory_gb=0.03"
+    config = written("messages", tmp_path, small, base=base)
+    assert config.adapter.kind == "lora"
+    assert "does not fit this machine" in Path("chat.yaml").read_text()
+
+
+def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
+    config = written("messages", tmp_path, "training.epochs=2", "run.seed=7")
+    assert (config.training.epochs, config.run.seed) == (2, 7)
+
+
+def test_a_mixture_has_a_source_for_each_of_its_places(tmp_path: Path) -> None:
+    places = [str(brought.FORMS[form](tmp_path)) for form in ("messages", "csv")]
+    config = load_config(write_config(places))
+    assert [source.path for source in config.data.sources] == places
+    assert config.data.sources[1].text_column == "content"
+    assert inspect(config, blocks=0).packing == "bestfit"
+
+
+def test_the_command_ends_with_the_two_commands_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(brought.FORMS["csv"](tmp_path), "--out", "my run.yaml") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "my run.yaml",
+        "  look at the data   llmtrain data inspect 'my run.yaml'",
+        "  train              llmtrain train 'my run.yaml'",
+    ]
+    assert load_config("my run.yaml").run.dir == "runs/my run"
+
+
+def two_forms(folder: Path) -> Path:
+    rows = [*chats.rows_of(5), {"instruction": "Hi?", "output": "Yes."}]
+    return corpus.write_jsonl(folder / "both.jsonl", rows)
+
+
+def nothing(folder: Path) -> Path:
+    (folder / "nothing").mkdir()
+    return folder / "nothing"
+
+
+def numbers(folder: Path) -> Path:
+    return corpus.write_jsonl(folder / "numbers.jsonl", [{"a": n, "b": [n]} for n in range(9)])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (nothing, "DATA = "),
+        (two_forms, "both.jsonl, line 6"),
+        (numbers, "or a column of texts; it has a, b"),
+        (lambda folder: folder / "nowhere.csv", "nowhere.csv"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make, said: str
+) -> None:
+    assert init(make(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert list(tmp_path.glob("*.yaml")) == []
+
+
+def test_a_base_whose_template_cannot_be_trained_is_told_a_named_one(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_template(base, "{% for m in messages %}{{ m.content }}{% endfor %}", "<|eot_id|>")
+    rows = brought.FORMS["messages"](tmp_path)
+    assert init(rows, "--from", base) == 2
+    error = capsys.readouterr().err
+    assert f"--from = {base}" in error
+    assert "chat.template=llama3" in error
+    assert list(tmp_path.glob("*.yaml")) == []
+    assert init(rows, "chat.template=llama3", "--from", base) == 0
+    assert load_config("chat.yaml").chat.template == "llama3"
+
+
+def test_an_existing_file_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = brought.FORMS["messages"](tmp_path)
+    Path("chat.yaml").write_text("mine")
+    assert init(rows) == 2
+    assert "--out = chat.yaml" in capsys.readouterr().err
+    assert Path("chat.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--from", "base"), "DATA"),
+        (("--recipe", "chat_lora", "chat.jsonl"), "--recipe = chat_lora"),
+        (("--recipe", "chat_lora", "--from", "base"), "--recipe = chat_lora"),
+    ],
+)
+def test_data_and_recipes_do_not_mix(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(*words) == 2
+    assert said in capsys.readouterr().err
