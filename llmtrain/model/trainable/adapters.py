@@ -36,6 +36,8 @@ CONFIG_FILE = "adapter_config.json"  # as peft names it
 BASE_FILE = "adapter.json"
 _NAME = "default"  # of the adapter, as peft calls the only one
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names
+# What `_names_that_peft_changes` has found, by all that it depends on: a start asks three times.
+_changed_names: dict[tuple[str, frozenset[str]], set[str]] = {}
 
 _log = logging.getLogger(__name__)
 
@@ -211,9 +213,13 @@ def _names_that_peft_changes(model: PreTrainedModel) -> set[str]:
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    found = set()
     linear = (name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D))
-    for name in {_last(one) for one in linear}:
+    names = frozenset(map(_last, linear))
+    key = (model.config.model_type, names)
+    if key in _changed_names:
+        return _changed_names[key]
+    found: set[str] = set()
+    for name in names:
         settings = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(settings, model, None)
@@ -221,6 +227,7 @@ def _names_that_peft_changes(model: PreTrainedModel) -> set[str]:
             found.add(name)
         if set(settings.target_modules or ()) != {name}:
             found.add(name)
+    _changed_names[key] = found
     return found
 
 
