@@ -106,8 +106,9 @@ def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.M
     monkeypatch.setattr(RunLog, "training", told)
     llmtrain.train(config)
     assert received == [*((step + 1, step) for step in range(1, STEPS)), (STEPS, STEPS)]
-    losses = [line["loss"] for line in lines(config.run_dir, "train")]
-    assert losses == pytest.approx(own, rel=1e-5)
+    logged = lines(config.run_dir, "train")
+    assert [line["loss"] for line in logged] == pytest.approx(own, rel=1e-5)
+    assert not any("router_loss" in line for line in logged)
 
 
 def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
@@ -144,6 +145,42 @@ def test_each_number_of_the_host_is_in_its_slot() -> None:
         assert (named["data_failed"], named["wait_seconds"], named["ended"]) == (1.0, 1.5, 1.0)
         assert named["padding_only"] == 0.0
         assert said[len(SLOTS) - 3 :] == [0.0, 5.0]
+
+
+def test_a_run_logs_the_loss_of_its_tokens_and_that_of_its_router_beside_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same 8 rows as micro-batches of 8 and of 1; the coefficient is made large."""
+    mixture = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    }
+    first, evaluated = {}, {}
+    for size in (8, 1):
+        changes = {"training__steps": 2, "training__global_batch_size": 8}
+        values = tiny_config(tmp_path / str(size), **changes)
+        values["model"]["config"] = mixture
+        values["training"]["micro_batch_size"] = size
+        config = llmtrain.load_config(write_config(tmp_path, values))
+        llmtrain.train(config)
+        first[size] = lines(config.run_dir, "train")[0]
+        evaluated[size] = lines(config.run_dir, "eval")[0]["loss"]
+        assert " router_loss=" in capfd.readouterr().err
+    assert first[8]["batch_digest"] == first[1]["batch_digest"]
+    assert first[8]["loss"] == pytest.approx(first[1]["loss"], abs=1e-6)
+    assert min(one["router_loss"] for one in first.values()) > 0.9  # two of four, times the half
+    assert abs(first[8]["router_loss"] - first[1]["router_loss"]) > 1e-5
+    assert evaluated[8] == pytest.approx(evaluated[1], abs=1e-6)
+    assert evaluated[8] == pytest.approx(math.log(2048), abs=0.1)  # without the router's
 
 
 @pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])
