@@ -84,9 +84,9 @@ def install(
     or `eager`.
     """
     own = backend(model)
-    if reason := _why_not(model, seq_len, compare=compare):
-        if tell:
-            _log.info("attention: transformers' %s, as %s", own, reason)
+    reason = _why_not(model, seq_len, compare=compare)
+    if reason and tell:
+        _log.info("attention: transformers' %s, as %s", own, reason)
     name = own if reason else NAME
     use(model, name)
     return name
