@@ -54,9 +54,9 @@ class LossModule(nn.Module):
         self.head = head
         self._kernel = kernel
         self._z_loss = z_loss
-        self._has_router_loss = has_router_loss(model)
+        self.has_router_loss = has_router_loss(model)
         self._real: Tensor | None = None  # of this forward
-        if self._has_router_loss:
+        if self.has_router_loss:
             model.base_model.register_forward_hook(self._leave_padding_out)
         # Of the last forward whose loss is trained: () fp32, detached. None without a router loss.
         self.router_loss: Tensor | None = None
@@ -152,7 +152,7 @@ class LossModule(nn.Module):
         if self._z_loss:
             added = self._z_loss * (flat.logsumexp(-1).square() * (targets != NOT_TRAINED)).sum()
             loss = loss + (added - added.detach())
-        if self.training and self._has_router_loss:
+        if self.training and self.has_router_loss:
             share = self.model.config.get_text_config().router_aux_loss_coef
             added = share * output.aux_loss * (targets != NOT_TRAINED).sum()
             self.router_loss = added.detach().float()

@@ -15,8 +15,9 @@ from torch import Tensor
 from llmtrain import faults, heartbeat
 from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.model import rope
 from llmtrain.model.attention import backend
-from llmtrain.model.documents import document_tensors, needed, on
+from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
@@ -87,7 +88,9 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
         width = shown(run, batch.labels[part])
         labels = batch.labels[part, :width]
         rows.append(
-            {"input_ids": ids[part, :width]} | target_keywords(labels, run.device, whole=whole)
+            {"input_ids": ids[part, :width]}
+            | target_keywords(labels, run.device, whole=whole)
+            | padding_keywords(run, labels)
         )
     if batch.starts is None:  # nothing has to be hidden
         return rows
@@ -99,6 +102,14 @@ def shown(run: Run, labels: np.ndarray) -> int:
     if run.data.manifest.packing != "single":
         return int(labels.shape[1])
     return needed(labels, compiled=run.built.compiled != "off")
+
+
+def padding_keywords(run: Run, labels: np.ndarray) -> dict[str, Any]:
+    """Return the keywords of `LossModule.forward` for the padding of rows. labels: (B, T) int64"""
+    if run.data.manifest.packing != "single":
+        return {}
+    by_length, routed = rope.change(run.built.bare) is not None, run.built.loss.has_router_loss
+    return padding_tensors(labels, run.device, by_length=by_length, routed=routed)
 
 
 def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def run_of(
     max_grad_norm: float | None = 1.0,
 ) -> Any:
     """send: hears the summed vector and the norm of each update."""
-    manifest = SimpleNamespace(always_full=False, labels=("all",))
+    manifest = SimpleNamespace(always_full=False, labels=("all",), packing="bestfit")
     return SimpleNamespace(
         ranks=launched.ranks,
         device=launched.device,

@@ -18,9 +18,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
 from llmtrain.model import attention, rope
-from llmtrain.model.documents import document_tensors
+from llmtrain.model.documents import document_tensors, padding_tensors
 from llmtrain.model.loss import LossModule
-from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
+from llmtrain.training.start.trials.isolation import (
+    bare_forward,
+    check_documents_apart,
+    check_padding,
+)
 
 CPU = torch.device("cpu")
 SEQ_LEN, ORIGINAL = 96, 32
@@ -137,10 +141,11 @@ def test_rows_that_are_padded_on_the_right_are_as_alone() -> None:
     ids, lengths = some_ids(3), [20, 32, 90]
     plain, model = build("llama", MODELS["llama"]), build("llama", MODELS["llama"])
     rope.by_document(model)
-    positions = torch.zeros_like(ids)
+    labels = np.full(ids.shape, -100)
     for row, length in enumerate(lengths):
-        positions[row, :length] = torch.arange(length)
-    got = model(ids, position_ids=positions, use_cache=False).logits
+        labels[row, [0, length - 1]] = 1
+    given = padding_tensors(labels, CPU, by_length=True, routed=False)
+    got = model(ids, use_cache=False, **given).logits
     for row, length in enumerate(lengths):
         right = alone(plain, ids[row, :length], np.array([0]))
         assert furthest(got[row, :length], right) < 1e-6
@@ -191,12 +196,20 @@ def test_a_text_by_itself_and_its_generation_are_transformers_own(kind: str) -> 
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize(
+    ("check", "scale", "precision"),
+    [
+        (check_documents_apart, 1.0, "fp32"),
+        (check_documents_apart, 1.0, "bf16"),
+        (check_documents_apart, 3.0, "fp32"),
+        (check_documents_apart, 3.0, "bf16"),
+        (check_padding, 3.0, "fp32"),
+    ],
+)
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
 def test_the_check_refuses_a_rope_that_chooses_for_the_whole_micro_batch(
-    kind: str, scale: float, precision: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, check: Any, scale: float, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = {}
     for chosen in ("by document", "together"):
@@ -205,13 +218,14 @@ def test_the_check_refuses_a_rope_that_chooses_for_the_whole_micro_batch(
         model = build(kind, MODELS[kind], scale)
         attention.install(model, SEQ_LEN)
         forward[chosen] = model, bare_forward(model, CPU, precision)
-    check_documents_apart(*forward["by document"], CPU, precision, SEQ_LEN)
-    check_documents_apart(*forward["together"], CPU, precision, ORIGINAL)
+    check(*forward["by document"], CPU, precision, SEQ_LEN)
+    check(*forward["together"], CPU, precision, ORIGINAL)
     with pytest.raises(UserError) as caught:
-        check_documents_apart(*forward["together"], CPU, precision, SEQ_LEN)
+        check(*forward["together"], CPU, precision, SEQ_LEN)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("data.seq_len", SEQ_LEN)
-    assert f"the longrope rope of {kind}" in problem.expected
+    assert "the longrope rope depends on" in problem.expected
+    assert f"with {kind} (attention: " in problem.expected
     assert problem.remedy == f"data.seq_len={ORIGINAL}"
 
 
@@ -227,7 +241,7 @@ def test_dynamic_ntk_is_refused_beyond_its_length_and_passes_up_to_it(precision:
         check_documents_apart(model, forward, CPU, precision, SEQ_LEN)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("data.seq_len", SEQ_LEN)
-    assert "the dynamic rope of llama" in problem.expected
+    assert "the dynamic rope depends on" in problem.expected
     assert problem.remedy == f"data.seq_len={ORIGINAL}"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.model import attention
+from llmtrain.model.documents import padding_tensors
 from llmtrain.model.loss import LossModule
 
 SEQ_LEN, SHARE = 96, 0.5  # the coefficient is made large
@@ -154,7 +155,8 @@ def test_padding_on_the_right_does_not_count_for_the_router(kind: str) -> None:
     module, lengths = LossModule(model), torch.tensor([20, 70])
     mask = torch.arange(SEQ_LEN) < lengths[:, None]
     ids, labels = ids.where(mask, 0), labels.where(mask, -100)
-    given = {"all_trained": False, "real": mask.flatten().nonzero().flatten()}
+    given = padding_tensors(labels.numpy(), torch.device("cpu"), by_length=False, routed=True)
+    assert torch.equal(given["real"], mask.flatten().nonzero().flatten())
 
     def router(rows: slice, width: int, **more: Any) -> float:
         module(ids[rows, :width], labels[rows, :width], **more)

@@ -118,19 +118,26 @@ def check_documents_apart(
     module, which is collective: every rank makes the same number of forwards.
     """
     if seen := what_is_seen(model, forward, device, precision, seq_len):
-        found = rope.change(model)
-        if found is not None and seq_len > found[1]:
-            kind, original = found
-            expected = (
-                f"at most {original}: beyond it the {kind} rope depends on the longest document of "
-                f"a micro-batch; {seen}"
-            )
-            raise UserError(Problem("data.seq_len", seq_len, expected, f"data.seq_len={original}"))
+        _refuse_length(model, seq_len, seen)
         expected = f"a model that can hide documents from each other: {seen}"
         remedy = "data.packing=single"
         if not chat:
             remedy = f"data.document_mask=false with data.packing=concat, or {remedy}"
         raise UserError(Problem("data.document_mask", True, expected, remedy))
+
+
+def _refuse_length(model: PreTrainedModel, seq_len: int, seen: str) -> None:
+    """Raise UserError if blocks are longer than a rope allows that depends on their length.
+
+    seen: what was found.
+    """
+    kind, original = rope.change(model) or ("", seq_len)
+    if seq_len > original:
+        expected = (
+            f"at most {original}: beyond it the {kind} rope depends on the longest document of a "
+            f"micro-batch; {seen}"
+        )
+        raise UserError(Problem("data.seq_len", seq_len, expected, f"data.seq_len={original}"))
 
 
 def what_is_seen(
@@ -190,17 +197,22 @@ def check_padding(
     ids = made_up_batch(2, size, vocabulary, device)
     others = ids.clone()
     others[0, real:] = (ids[0, real:] + 1) % vocabulary
+    placed: dict[str, Tensor] = {}
+    if rope.change(model) is not None:  # as `padding_tensors`, beside a row as long as a block
+        positions = torch.arange(size, device=device).repeat(2, 1)
+        positions[0, real:], positions[1] = 0, positions[1] + seq_len - size
+        placed["position_ids"] = positions
     with leaving_no_trace(model, device):
-        padded, changed = forward(ids)[0, :real], forward(others)[0, :real]
+        padded, changed = (forward(rows, **placed)[0, :real] for rows in (ids, others))
         alone = forward(ids[:1, :real])[0]
     most = float(alone.abs().max())
     wrong, seen = (float((padded - one).abs().max()) for one in (alone, changed))
     equal_within, change_within = _BOUNDS[precision]
     if not (wrong <= equal_within * most and seen <= change_within * most):
-        kind, name = model.config.model_type, backend(model)
-        expected = (
-            f"a model that does not see padding behind a document: with {kind} (attention: {name}) "
-            f"its logits differ by {wrong / most:.1e} of the largest, and by {seen / most:.1e} "
-            "when the padding changes"
+        found = (
+            f"with {model.config.model_type} (attention: {backend(model)}) its logits differ by "
+            f"{wrong / most:.1e} of the largest, and by {seen / most:.1e} when the padding changes"
         )
+        _refuse_length(model, seq_len, found)
+        expected = f"a model that does not see padding behind a document: {found}"
         raise UserError(Problem("data.packing", "single", expected, "another model"))
