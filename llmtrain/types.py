@@ -292,7 +292,8 @@ STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 FLAGS = Flags._fields
 
 # The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
-# follows, with its trained tokens. The sum of a 0/1 slot is the number of ranks that set it.
+# follows, with its trained tokens, and then those that only some models have. The sum of a 0/1 slot
+# is the number of ranks that set it.
 SLOTS = (
     "loss_sum",
     "squares",
@@ -310,7 +311,8 @@ SLOTS = (
 class StepVector:
     """One rank's numbers of a step, or their sum over all ranks.
 
-    data: fp64 (len(SLOTS) + sources,) on the device
+    data: fp64 (len(SLOTS) + sources + others,) on the device
+    others: number of slots after those of the sources: 1 with a router loss (its sum), else 0
 
     Some of the slots:
     squares: Σ g² of the gradient elements that this rank counts
@@ -321,6 +323,7 @@ class StepVector:
     """
 
     data: torch.Tensor
+    others: int = 0
 
     def __getitem__(self, slot: str) -> torch.Tensor:
         return self.data[SLOTS.index(slot)]
@@ -328,12 +331,17 @@ class StepVector:
     @property
     def tokens(self) -> torch.Tensor:
         """Return the number of trained tokens of all sources: () fp64."""
-        return self.data[len(SLOTS) :].sum()
+        return self.data[len(SLOTS) : len(self.data) - self.others].sum()
 
     @cached_property
     def values(self) -> list[float]:
         """The numbers on the host. Waits for the device."""
         return self.data.tolist()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token was trained. Waits for the device."""
+        return any(self.values[len(SLOTS) : len(self.values) - self.others])
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +381,7 @@ class Numbers:
     Units are those of `metrics.jsonl`.
 
     loss: NaN in a step without a trained token
+    router_loss: what the router's loss adds to it in training; None if the model has none
     padding_only, ended: whether this is so on all ranks
     stops: names of the reasons to stop the run, as in `STOPS`
     save: whether a checkpoint was asked for, or is due after some minutes
@@ -396,6 +405,7 @@ class Numbers:
     stops: tuple[str, ...] = ()
     save: bool = False
     written: bool = False
+    router_loss: float | None = None
 
     @property
     def tokens_per_second(self) -> float:

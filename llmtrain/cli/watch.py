@@ -106,6 +106,8 @@ def _numbers(view: View) -> str:
     lost = view.heldout is None and view.evaluated is not None
     heldout = verdict.NOT_FINITE if lost else fixed(view.heldout)
     parts = [f"loss {fixed(view.loss)}", f"held-out {heldout}"]
+    if view.router_loss is not None:
+        parts.insert(1, f"router {fixed(view.router_loss)}")
     if view.best is not None and view.best != view.heldout:
         parts.append(f"best {fixed(view.best)}")
     parts.append(f"{short(view.tokens_per_second)} tok/s")

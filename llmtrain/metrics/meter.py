@@ -122,8 +122,9 @@ class Meter:
         self.step_seconds = seconds
         values = sent.values()
         slots = dict(zip(SLOTS, values, strict=False))
-        tokens = [round(value) for value in values[len(SLOTS) : -1]]
-        step_tokens, norm = sum(tokens), values[-1]
+        after = len(SLOTS) + len(self._labels)
+        tokens = [round(value) for value in values[len(SLOTS) : after]]
+        step_tokens, norm, others = sum(tokens), values[-1], values[after:-1]
         failed = slots["data_failed"] > 0
         skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not step_tokens
         limbs = values[_LIMBS : _LIMBS + 4]
@@ -133,9 +134,12 @@ class Meter:
         if not skipped:
             for label, count in zip(self._labels, tokens, strict=True):
                 self.sources[label] += count
+        loss, *router = (
+            one / step_tokens if step_tokens else math.nan for one in (slots["loss_sum"], *others)
+        )
         return Numbers(
             step=sent.step,
-            loss=slots["loss_sum"] / step_tokens if step_tokens else math.nan,
+            loss=loss,
             learning_rate=self._learning_rate(sent.step),
             grad_norm=norm,
             tokens=self.tokens,
@@ -151,6 +155,7 @@ class Meter:
             stops=tuple(reason for reason in STOPS if slots[reason] > 0),
             save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
             written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
+            router_loss=router[0] if router else None,
         )
 
     def _mark(self) -> torch.cuda.Event:

@@ -179,6 +179,7 @@ class Progress:
         return {
             "step": f"{numbers.step}/{self.steps}",
             "loss": numbers.loss,
+            "router_loss": numbers.router_loss,
             "learning_rate": numbers.learning_rate,
             "grad_norm": numbers.grad_norm,
             "tokens": numbers.tokens,

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmtrain.errors import Problem, raise_any
+from llmtrain.model import rope
 
 KEY = "model.attention_backend"
 NAME = "llmtrain"
@@ -71,6 +72,8 @@ def install(
 ) -> str:
     """Let the model use our function if it computes the same as the model's own attention.
 
+    Its rope chooses by document from now on (`model.rope`), whichever attention it uses.
+
     model: on the CPU in fp32.
     seq_len: positions of a block.
     compare: whether to compare logits, which is not possible on fake tensors. The other checks are
@@ -81,16 +84,17 @@ def install(
     or `eager`.
     """
     own = backend(model)
-    if reason := _why_not(model, seq_len, compare=compare):
-        if tell:
-            _log.info("attention: transformers' %s, as %s", own, reason)
-        return own
-    use(model, NAME)
-    return NAME
+    reason = _why_not(model, seq_len, compare=compare)
+    if reason and tell:
+        _log.info("attention: transformers' %s, as %s", own, reason)
+    name = own if reason else NAME
+    use(model, name)
+    return name
 
 
 def use(model: PreTrainedModel, name: str) -> None:
     """Let a model, which may be on meta, use the attention that `install` has returned for it."""
+    rope.by_document(model)
     AttentionInterface.register(NAME, attention)
     if name == NAME:
         model.set_attn_implementation(NAME)

@@ -12,6 +12,7 @@ For a compiled model, to which another number of documents would be another shap
 
 Rows of one document each (packing single) need none of them: padding is behind the document, where
 a causal model does not see it. Such rows are cut behind the last position that any of them needs.
+Only a rope that depends on length and the loss of a router have to be told what is padding.
 
 They are computed in numpy. torch would start its threads for arrays of this size, which takes up to
 milliseconds on busy cores.
@@ -76,6 +77,28 @@ def needed(labels: np.ndarray, *, compiled: bool = False) -> int:
     last = int(columns[-1]) + 1 if len(columns) else 1
     up = _power_of_two(max(last, _STEP)) if compiled else -(-last // _STEP) * _STEP
     return min(up, int(labels.shape[1]))
+
+
+def padding_tensors(
+    labels: np.ndarray, device: torch.device, *, by_length: bool, routed: bool
+) -> dict[str, Any]:
+    """Return the arguments of `LossModule.forward` for rows that end with padding.
+
+    Only what a model computes of whole rows needs to know of it.
+
+    labels: (B, T) int64; behind the last one of a row that has a loss there is padding.
+    by_length: whether the model's rope depends on the length of a document: position_ids, (B, T)
+        int64, with padding at position 0.
+    routed: whether the model is trained with the loss of a router: real, (n,) int64.
+    """
+    trained = labels != NOT_TRAINED
+    real = np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)  # one follows, or it is one
+    found: dict[str, Any] = {}
+    if by_length:
+        found["position_ids"] = on(device, np.where(real, np.arange(labels.shape[1]), 0))
+    if routed:
+        found["real"] = on(device, np.flatnonzero(real))
+    return found
 
 
 def round_up(longest: int, seq_len: int) -> int:

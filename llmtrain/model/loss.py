@@ -5,7 +5,11 @@ micro-batches and ranks. Logits are not returned, because under mixed precision 
 every output tensor to fp32.
 
     head given     decoder ─► hidden ─► cross-entropy of the head, in chunks or by torch's kernel
-    None           model ─► logits ─► cross-entropy (and the loss of a mixture's router)
+    None           model ─► logits ─► cross-entropy
+
+What else is trained (the z-loss, the loss of a mixture's router) adds its gradient to that of the
+sum, and not its value: a loss is nats of the trained tokens. The router's is kept in `router_loss`.
+It is a function of all tokens of a micro-batch together, so it depends on how a step is split.
 
 It all happens inside this module's forward, where every strategy has the head's weight whole.
 """
@@ -50,7 +54,12 @@ class LossModule(nn.Module):
         self.head = head
         self._kernel = kernel
         self._z_loss = z_loss
-        self._has_router_loss = has_router_loss(model)
+        self.has_router_loss = has_router_loss(model)
+        self._real: Tensor | None = None  # of this forward
+        if self.has_router_loss:
+            model.base_model.register_forward_hook(self._leave_padding_out)
+        # Of the last forward whose loss is trained: () fp32, detached. None without a router loss.
+        self.router_loss: Tensor | None = None
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
         self._projection = (model.get_output_embeddings(),)
@@ -69,6 +78,7 @@ class LossModule(nn.Module):
         each: bool = False,
         all_trained: bool = False,
         trained: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -82,14 +92,24 @@ class LossModule(nn.Module):
         all_trained: whether no label is `NOT_TRAINED`, where the caller knows it.
         trained: (n,) int64, the positions in the flat labels that have a loss, where the caller
             knows them. No other reaches the head.
+        real: (n,) int64, the positions in the flat rows that are not padding; None = all. Only they
+            count in the loss of a router.
 
         Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
         of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
         of the last position, (B, V) fp32, or with `all_logits` of all positions, (B, T, V) fp32.
+
+        Where a model has a router loss and is trained, `router_loss` is it afterwards, times its
+        coefficient and the number of trained tokens: () fp32, in the unit of the sum.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length)
         if self.head is None or all_logits:
-            return self._from_logits(self.model(input_ids, **keywords), labels, all_logits, each)
+            self._real = real
+            try:
+                output = self.model(input_ids, **keywords)
+            finally:
+                self._real = None  # samples are written with the bare model
+            return self._from_logits(output, labels, all_logits, each)
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
             return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
@@ -132,10 +152,19 @@ class LossModule(nn.Module):
         if self._z_loss:
             added = self._z_loss * (flat.logsumexp(-1).square() * (targets != NOT_TRAINED)).sum()
             loss = loss + (added - added.detach())
-        if self.training and self._has_router_loss:
+        if self.training and self.has_router_loss:
             share = self.model.config.get_text_config().router_aux_loss_coef
-            loss = loss + share * output.aux_loss * (targets != NOT_TRAINED).sum()
+            added = share * output.aux_loss * (targets != NOT_TRAINED).sum()
+            self.router_loss = added.detach().float()
+            loss = loss + (added - added.detach())
         return loss
+
+    @torch.compiler.disable(reason="positions of any number")  # type: ignore[no-untyped-call, untyped-decorator]
+    def _leave_padding_out(self, _decoder: nn.Module, _arguments: object, output: Any) -> Any:
+        """Keep the router's logits of `real` positions, of which the model computes its loss."""
+        if self._real is not None:
+            output.router_logits = tuple(one[self._real] for one in output.router_logits)
+        return output
 
     @property
     def config(self) -> Any:

@@ -144,6 +144,7 @@ def figures(tables: Tables) -> list[Figure]:
         limits += (("planned", planned / 2**30),) if isinstance(planned, int | float) else ()
         limits += (("device", room),) if room else ()
     small = [
+        _small("router_loss", "Router loss", "nats a token", tables.numbers("router_loss")),
         _small("learning_rate", "Learning rate", "", tables.numbers("learning_rate")),
         _small(
             "grad_norm", "Gradient norm, before clipping", "", tables.numbers("grad_norm"), limit

@@ -45,7 +45,10 @@ FIELDS = {
         "set": "key → `file` or `command line`, for each key that somebody set",
     },
     "train": {
-        "loss": "nats per trained token, the mean over all trained tokens of the step",
+        "loss": "nats per trained token, the mean over all trained tokens of the step; without the "
+        "loss of a router",
+        "router_loss": "what a mixture's router adds to it in training, per trained token: its "
+        "loss times its coefficient; only of models that train one",
         "learning_rate": "of this step",
         "grad_norm": "before clipping",
         "tokens": "trained so far, without skipped steps",

@@ -32,6 +32,7 @@ class View:
 
     state: finished, stopped, failed, running; `killed` if its process is gone without a word, and
         `silent` if that is not known but no line has come for a minute
+    router_loss: of a mixture that trains one
     heldout: loss of the last evaluation; None before it, and if it is not finite
     evaluated: step of the last evaluation
     silence: what to know about a run that does not write; "" otherwise
@@ -49,6 +50,7 @@ class View:
     world_size: int | None
     device: str | None
     loss: float | None
+    router_loss: float | None
     heldout: float | None
     evaluated: int | None
     best: float | None
@@ -101,6 +103,7 @@ class Watcher:
             world_size=_whole(self._start.get("world_size")) or None,
             device=_text(self._start.get("device")),
             loss=_number(train.get("loss")),
+            router_loss=_number(train.get("router_loss")),
             heldout=self._heldout,
             evaluated=self._evaluated,
             best=self._best,

@@ -20,7 +20,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.documents import on
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
-from llmtrain.training.step import flags, hide, shown, target_keywords
+from llmtrain.training.step import flags, hide, padding_keywords, shown, target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation
 
 
@@ -63,8 +63,11 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     ids, labels, starts = zip(*blocks, strict=True)
     width = shown(run, np.stack(labels))
     inputs = on(run.device, np.stack(ids)[:, :width].astype(np.int64))
-    targets = target_keywords(np.stack(labels)[:, :width], run.device, whole=False)
-    hidden = hide(run, starts) if run.data.manifest.hides_documents else {}
+    wanted = np.stack(labels)[:, :width]
+    targets = target_keywords(wanted, run.device, whole=False)
+    hidden = padding_keywords(run, wanted)
+    if run.data.manifest.hides_documents:
+        hidden = hide(run, starts)
     each = run.model(inputs, each=True, **targets, **hidden)
     if not sources:
         return totals(each, targets["labels"])

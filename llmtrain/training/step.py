@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 from llmtrain import faults, heartbeat
 from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.model import rope
 from llmtrain.model.attention import backend
-from llmtrain.model.documents import document_tensors, needed, on
+from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
@@ -38,6 +40,7 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     """
     scale = gradient_scale(run, batch)  # () on the device
     losses: list[Tensor] = []  # each () fp32
+    routers: list[Tensor] = []  # the same of the router's loss, if the model has one
     forwards = micro_batches(run, batch)  # device tensors, each (B, T)
     for index, micro_batch in enumerate(forwards):
         faults.hit("loop.micro")
@@ -46,8 +49,11 @@ def update(run: Run, batch: Batch, factor: float) -> None:
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)
         losses.append(loss.detach())
+        if (added := run.built.loss.router_loss) is not None:
+            routers.append(added)
     heartbeat.beat("the reduction of a step")
-    sums = sum_vector(step_vector(run, batch, losses))  # fp64; all numbers in one reduction
+    vector = step_vector(run, batch, losses, routers)  # fp64
+    sums = sum_vector(vector)  # all numbers in one reduction
     run.engine.clip(sums, run.max_grad_norm)  # decided on the device, as is the skip below
     run.checkpoints.wait_snapshot()  # a background save may still be copying these weights
     run.engine.step(factor, sums)  # a non-finite update is never applied
@@ -82,7 +88,9 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
         width = shown(run, batch.labels[part])
         labels = batch.labels[part, :width]
         rows.append(
-            {"input_ids": ids[part, :width]} | target_keywords(labels, run.device, whole=whole)
+            {"input_ids": ids[part, :width]}
+            | target_keywords(labels, run.device, whole=whole)
+            | padding_keywords(run, labels)
         )
     if batch.starts is None:  # nothing has to be hidden
         return rows
@@ -94,6 +102,14 @@ def shown(run: Run, labels: np.ndarray) -> int:
     if run.data.manifest.packing != "single":
         return int(labels.shape[1])
     return needed(labels, compiled=run.built.compiled != "off")
+
+
+def padding_keywords(run: Run, labels: np.ndarray) -> dict[str, Any]:
+    """Return the keywords of `LossModule.forward` for the padding of rows. labels: (B, T) int64"""
+    if run.data.manifest.packing != "single":
+        return {}
+    by_length, routed = rope.change(run.built.bare) is not None, run.built.loss.has_router_loss
+    return padding_tensors(labels, run.device, by_length=by_length, routed=routed)
 
 
 def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:
@@ -119,7 +135,7 @@ def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
 
 def sum_vector(vector: StepVector) -> StepVector:
     """Add up the vectors of all ranks: the step's reduction."""
-    return StepVector(sum_over_ranks(vector.data))
+    return replace(vector, data=sum_over_ranks(vector.data))
 
 
 def flags(run: Run, *, look: bool = True) -> Flags:
@@ -131,8 +147,14 @@ def flags(run: Run, *, look: bool = True) -> Flags:
     return asked._replace(**writer) if any(writer.values()) else asked
 
 
-def step_vector(run: Run, batch: Batch, losses: Sequence[Tensor]) -> StepVector:
-    """Return this rank's part of the step's vector. losses: of the micro-batches, () fp32 each."""
+def step_vector(
+    run: Run, batch: Batch, losses: Sequence[Tensor], routers: Sequence[Tensor] = ()
+) -> StepVector:
+    """Return this rank's part of the step's vector.
+
+    losses, routers: of the micro-batches, () fp32 each; routers: none without a router loss
+    """
+    others = min(len(routers), 1)
     squares = run.engine.squares()
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
@@ -141,11 +163,20 @@ def step_vector(run: Run, batch: Batch, losses: Sequence[Tensor]) -> StepVector:
     if not clipping.queues(run.device):
         loss_sum, own = sum(loss.item() for loss in losses), squares.item()
         bad = not math.isfinite(loss_sum + own)
-        return StepVector(torch.tensor([loss_sum, own, bad, *said], dtype=torch.float64))
-    total = reduce(torch.add, losses[1:], losses[0].double())  # in order, as `sum` above
+        numbers = [loss_sum, own, bad, *said]
+        if routers:
+            numbers.append(sum(router.item() for router in routers))
+        return StepVector(torch.tensor(numbers, dtype=torch.float64), others)
+    total = _total(losses)
     both = total + squares
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
-    return StepVector(torch.cat([device, on(run.device, np.array(said))]))
+    added = [_total(routers)[None]] if routers else []
+    return StepVector(torch.cat([device, on(run.device, np.array(said)), *added]), others)
+
+
+def _total(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum, () fp64, in the order in which `sum` adds up numbers on the host."""
+    return reduce(torch.add, losses[1:], losses[0].double())
 
 
 def host_part(

@@ -40,6 +40,19 @@ def test_documents_are_trained_as_if_each_were_alone_on_any_layout(
     assert abs(alone[0][-1]["loss"] - uneven.reference()[0][-1]["loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_router_loss_of_single_rows_is_trained_and_reported_on_any_number_of_processes(
+    server: Server, tmp_path: Path, world_size: int
+) -> None:
+    """With one row in a micro-batch the router's loss is that of each row."""
+    found = train(server, tmp_path, world_size, 1, -1, -1, "", "mixtral")
+    right = uneven.reference(kind="mixtral")
+    same_as_plain_pytorch(found, right)
+    routers = [one["router"] for one in found["numbers"]]
+    assert routers == [[pytest.approx(one["router"], abs=1e-5)] for one in right[0]]
+    assert min(one for (one,) in routers) > 0.9  # two of four experts, times the coefficient
+
+
 def same_as_plain_pytorch(found: Any, expected: tuple[list[Any], dict[str, Any]]) -> None:
     numbers, weights = expected
     for one, other in zip(found["numbers"], numbers, strict=True):

@@ -14,30 +14,36 @@ import numpy as np
 import torch
 import xxhash
 from helpers.updates import run_of, with_loss
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.model import attention
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
-from llmtrain.types import Batch
+from llmtrain.types import SLOTS, Batch
 
 STEPS, ROWS, SEQ_LEN, VOCABULARY = 20, 8, 16, 64
 RATE = 1e-2
+ROUTER = 0.5  # the coefficient of a router's loss
 
 
-def model() -> LlamaForCausalLM:
+def model(kind: str = "llama") -> Any:
+    """kind: llama, or mixtral with a router loss."""
     torch.manual_seed(3)
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(shape).train()
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "tie_word_embeddings": True,
+    }
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape)).train()
+    shape |= {"num_key_value_heads": 2, "num_local_experts": 4}
+    shape |= {"output_router_logits": True, "router_aux_loss_coef": ROUTER}
+    return MixtralForCausalLM(MixtralConfig(**shape)).train()
 
 
 def blocks(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,13 +73,14 @@ def train(
     nan_rank: str = "-1",
     nan_step: str = "-1",
     hiding: str = "",
+    kind: str = "llama",
 ) -> None:
     """On every rank: STEPS updates; rank 0 writes numbers and the final weights' digests.
 
     hiding: `documents`, or nothing where blocks are one document each.
     """
     launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=2.0))
-    bare = model()
+    bare = model(kind)
     attention.install(bare, SEQ_LEN)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=RATE))
     prepared = launched.engine.prepare(with_loss(bare), bare, optimizer)
@@ -98,6 +105,7 @@ def train(
                 "loss": float(sums["loss_sum"] / sums.tokens),
                 "norm": norm,
                 "tokens": int(sums.tokens),
+                "router": [float(one / sums.tokens) for one in sums.data[len(SLOTS) + 1 :]],
             }
             for sums, norm in sent
         ]
@@ -141,11 +149,16 @@ def digests(bare: LlamaForCausalLM) -> dict[str, Any]:
 
 
 @cache
-def reference(hiding: bool = False) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
-    """Plain PyTorch: the mean over all trained tokens of a step; each document by itself."""
-    bare = model()
+def reference(
+    hiding: bool = False, kind: str = "llama"
+) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """Plain PyTorch: the mean over all trained tokens of a step; each document by itself.
+
+    A router's loss is that of each row, weighted by its trained tokens.
+    """
+    bare = model(kind)
     borders = starts() if hiding else [np.zeros(1, np.int32)] * ROWS
-    decayed = [p for n, p in bare.named_parameters() if p.ndim == 2 and "embed" not in n]
+    decayed = [p for n, p in bare.named_parameters() if p.ndim > 1 and "embed" not in n]
     rest = [p for n, p in bare.named_parameters() if p.ndim < 2 or "embed" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
@@ -154,14 +167,17 @@ def reference(hiding: bool = False) -> tuple[list[dict[str, float]], dict[str, l
         ids, labels = (torch.from_numpy(part).long() for part in blocks(step))
         rows = zip(ids[:, :-1], borders, strict=True)
         texts = [row.tensor_split(first[1:].tolist()) for row, first in rows]
-        logits = torch.stack(
-            [torch.cat([bare(text[None]).logits[0] for text in row]) for row in texts]
-        )
+        found = [[bare(text[None]) for text in row] for row in texts]
+        logits = torch.stack([torch.cat([one.logits[0] for one in row]) for row in found])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
+        router = torch.zeros(())
+        if kind != "llama":
+            shares = (labels != -100).sum(1) / (labels != -100).sum()
+            router = ROUTER * sum(a * one[0].aux_loss for a, one in zip(shares, found, strict=True))
+        (loss + router).backward()
         norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        numbers.append({"loss": loss.item(), "norm": norm.item()})
+        numbers.append({"loss": loss.item(), "norm": norm.item(), "router": router.item()})
     weights = {n: p.detach().ravel()[:50].tolist() for n, p in bare.named_parameters()}
     return numbers, weights

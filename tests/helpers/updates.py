@@ -33,7 +33,7 @@ def run_of(
     max_grad_norm: float | None = 1.0,
 ) -> Any:
     """send: hears the summed vector and the norm of each update."""
-    manifest = SimpleNamespace(always_full=False, labels=("all",))
+    manifest = SimpleNamespace(always_full=False, labels=("all",), packing="bestfit")
     return SimpleNamespace(
         ranks=launched.ranks,
         device=launched.device,
@@ -41,7 +41,12 @@ def run_of(
         model=prepared,
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
         data=SimpleNamespace(manifest=manifest),
-        built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size, compiled="off"),
+        built=SimpleNamespace(
+            bare=bare,
+            loss=next(part for part in prepared.modules() if isinstance(part, LossModule)),
+            micro_batch_size=micro_batch_size,
+            compiled="off",
+        ),
         max_grad_norm=max_grad_norm,
         feed=SimpleNamespace(error=None),
         step=0,

@@ -48,7 +48,7 @@ def refused(sums: StepVector) -> Tensor | bool:
         # A comparison with NaN is false, so these hold only for a finite norm.
         return ~((failed == 0) & (sums.tokens > 0) & (before < math.inf))
     failed_on = _value(sums, "not_finite") + _value(sums, "data_failed")
-    return failed_on > 0 or not any(sums.values[len(SLOTS) :]) or not math.isfinite(before)
+    return failed_on > 0 or not sums.has_tokens or not math.isfinite(before)
 
 
 def _value(sums: StepVector, slot: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -250,7 +251,7 @@ class TorchEngine(Engine):
     def _here(self, sums: StepVector) -> StepVector:
         """Return the vector where updates are made: on the host if the shards are offloaded."""
         offload = self._sharding is not None and self._sharding.offload
-        return StepVector(sums.data.cpu()) if offload else sums
+        return replace(sums, data=sums.data.cpu()) if offload else sums
 
     def _gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, which may be empty for a short parameter."""

@@ -21,9 +21,10 @@ from llmtrain.data.heldout_set import HeldOut
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.probe_texts import PROBES
 from llmtrain.errors import Problem, UserError
+from llmtrain.model import rope
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.attention import backend
-from llmtrain.model.documents import document_tensors, needed, on
+from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
 from llmtrain.model.head import Head, examine
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
@@ -148,8 +149,12 @@ def _score_rank(
         ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
         width = needed(np.stack(labels)) if measured.packing == "single" else seq_len
         inputs = on(device, np.stack(ids)[:, :width].astype(np.int64))
-        targets = target_keywords(np.stack(labels)[:, :width], device, whole=False)
+        wanted = np.stack(labels)[:, :width]
+        targets = target_keywords(wanted, device, whole=False)
         hidden = {}
+        if measured.packing == "single":
+            by_length = rope.change(opened.model) is not None
+            hidden = padding_tensors(wanted, device, by_length=by_length, routed=False)
         if measured.hides_documents:
             hidden = document_tensors(starts, seq_len, backend(opened.model), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):

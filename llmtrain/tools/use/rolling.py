@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, UserError
+from llmtrain.model import rope
 from llmtrain.model.loss import LossModule
 from llmtrain.tools.use.load import Opened
 from llmtrain.tools.use.packed import Told
@@ -57,11 +58,13 @@ def score(opened: Opened, texts: Iterable[str], stride: int | None, told: Told) 
             num_bytes += len(text.encode())
             yield from windows(ids, opened.begin, size, stride or size)
 
+    rope.by_document(opened.model)
+    by_length = rope.change(opened.model) is not None
     module, vocabulary = LossModule(opened.model), opened.model.config.get_text_config().vocab_size
     with torch.no_grad():
         for batch in _batches(count_windows(), max(1, _LOGITS_BYTES // (4 * vocabulary))):
-            inputs, targets = (one.to(opened.device) for one in _tensors(batch))
-            nll += module(inputs, targets)
+            inputs, targets, positions = (one.to(opened.device) for one in _tensors(batch))
+            nll += module(inputs, targets, position_ids=positions if by_length else None)
     if not tokens:
         raise UserError(Problem("--data", None, "at least one document that is not empty"))
     found = figures((float(nll), tokens), documents, num_bytes)
@@ -95,18 +98,20 @@ def _batches(found: Iterable[Window], limit: int) -> Iterator[list[Window]]:
         yield batch
 
 
-def _tensors(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, (B, T) int64.
+def _tensors(batch: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, targets and positions, (B, T) int64.
 
-    Padding is on the right, where causal attention does not see it, and has no target.
+    Padding is on the right, where causal attention does not see it. It has no target, and position
+    0, so that it makes no window longer.
     """
     import torch
 
     longest = max(len(line) for line, _ in batch) - 1
     inputs = torch.zeros((len(batch), longest), dtype=torch.int64)
-    targets = torch.full_like(inputs, NOT_TRAINED)
+    targets, positions = torch.full_like(inputs, NOT_TRAINED), torch.zeros_like(inputs)
     for row, (line, count) in enumerate(batch):
         end = len(line) - 1
         inputs[row, :end] = torch.tensor(line[:-1])
         targets[row, end - count : end] = torch.tensor(line[-count:])
-    return inputs, targets
+        positions[row, :end] = torch.arange(end)
+    return inputs, targets, positions

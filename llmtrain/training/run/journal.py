@@ -344,8 +344,10 @@ class RunLog:
         return None if at_peak is None or numbers.seconds <= 0 else at_peak / numbers.seconds
 
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
+        router = {} if numbers.router_loss is None else {"router_loss": numbers.router_loss}
         return {
             "loss": numbers.loss,
+            **router,
             "learning_rate": numbers.learning_rate,
             "grad_norm": numbers.grad_norm,
             "tokens": numbers.tokens,

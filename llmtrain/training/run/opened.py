@@ -25,6 +25,8 @@ from llmtrain.types import Compiled, ModelShape, Spec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from llmtrain.model.loss import LossModule
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -102,6 +104,7 @@ class DataSide:
 class ModelSide:
     """The model, bare and prepared for its strategy.
 
+    loss: the module around `bare` that computes the loss; `prepared` is it, or is around it
     spec: the tensors of its checkpoints
     held_before: bytes in use on the device, on a CPU by the process, before there was a model
     adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
@@ -109,6 +112,7 @@ class ModelSide:
     """
 
     bare: PreTrainedModel
+    loss: LossModule
     prepared: nn.Module
     spec: Spec
     micro_batch_size: int

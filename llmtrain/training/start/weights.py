@@ -106,7 +106,10 @@ def build_model(
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         discarded_pass(trial, micro_batch_size)
     beside = adapter_files(config, processes, built.bare, spec)
-    return ModelSide(built.bare, prepared, spec, micro_batch_size, held_before, beside, compiled)
+    loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
+    return ModelSide(
+        built.bare, loss, prepared, spec, micro_batch_size, held_before, beside, compiled
+    )
 
 
 def end_turns(model: PreTrainedModel, tokens: Sequence[int]) -> None:

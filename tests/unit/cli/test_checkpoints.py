@@ -167,8 +167,8 @@ def test_pruning_a_live_run_is_refused(run, shown):
 
 def outcome(folder=None, differences=(), **changes):
     values = {
-        "straight": Launched("ddp", 2, None),
-        "resumed": Launched("ddp", 2, "step-00000004"),
+        "straight": Launched("ddp", 2, 1, None),
+        "resumed": Launched("ddp", 2, 1, "step-00000004"),
         "steps": 8,
         "losses": 8,
         "largest_difference": 0.0,

@@ -40,6 +40,17 @@ def test_a_screen_has_the_bar_the_numbers_the_curve_and_what_to_do(tmp_path):
     assert text.endswith(RESUMES)
 
 
+def test_a_router_loss_is_shown_beside_the_loss_where_there_is_one(tmp_path):
+    start, *lines = runs.history(300)
+    for added, shown in (({}, False), ({"router_loss": 0.25}, True)):
+        some = [line | added if line["kind"] == "train" else line for line in lines]
+        folder = tmp_path / str(shown)
+        folder.mkdir()
+        view = Watcher(runs.write_run(folder, [start, *some])).look()
+        assert ("router 0.25" in "\n".join(frame(view, 80, 24))) == shown
+        assert view.to_json()["router_loss"] == added.get("router_loss")
+
+
 def test_json_is_one_object_and_once_is_one_screen(tmp_path, capsys):
     run = runs.write_run(tmp_path, runs.history())
     watch(run, once=True, as_json=True)

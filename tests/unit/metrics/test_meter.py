@@ -57,6 +57,21 @@ def test_a_step_is_received_at_the_boundary_after_it() -> None:
     assert due.learned == [1]
 
 
+def test_the_sum_of_a_router_is_behind_the_tokens_and_is_none_of_them() -> None:
+    one, due = meter(), Decider(1, 2, 3)
+    for step, (en, router) in enumerate([(6, [4.0]), (6, []), (0, [0.0])], 1):
+        one.begin(step)
+        values = [16.0 if slot == "loss_sum" else 0.0 for slot in SLOTS] + [en, float(en and 2)]
+        vector = StepVector(torch.tensor([*values, *router], dtype=torch.float64), len(router))
+        one.send(vector, torch.tensor(1.5))
+    found = [numbers for step in (1, 2, 3) for numbers in one.receive(step, due)]
+    assert [numbers.router_loss for numbers in found[:2]] == [0.5, None]
+    assert [(numbers.loss, numbers.step_tokens) for numbers in found[:2]] == [(2.0, 8)] * 2
+    assert found[2].router_loss is not None
+    assert math.isnan(found[2].router_loss)
+    assert found[2].skipped
+
+
 def test_what_is_due_at_a_step_drains_it_at_once() -> None:
     one, due = meter(), Decider(2)
     send(one, 1)

@@ -130,6 +130,16 @@ def test_memory_is_shown_with_its_plan_where_it_is_that_of_a_device(tmp_path, st
     assert all(line.get("mfu") is None for line in lines), "the peak of many GPUs is not known"
 
 
+def test_a_router_loss_has_a_figure_where_there_is_one(tmp_path):
+    plain = runs.history()
+    mixture = [line | {"router_loss": 0.02} if line["kind"] == "train" else line for line in plain]
+    for lines, shown in ((plain, False), (mixture, True)):
+        folder = tmp_path / str(shown)
+        folder.mkdir()
+        found = [one.name for one in figures(collect(runs.write_run(folder, lines)))]
+        assert ("router_loss" in found) == shown
+
+
 def test_the_notebooks_part_has_the_verdict_and_the_figure_and_no_script(tmp_path):
     part = inline(collect(runs.write_run(tmp_path, HOSTILE_LINES)))
     assert "Held-out loss" in part

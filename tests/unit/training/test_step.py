@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import chats, corpus
 from helpers.tiny import lines, tiny_config, write_config
 
 import llmtrain
@@ -30,6 +31,20 @@ from llmtrain.types import FLAGS, SLOTS, Batch, Flags
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results" / "loop.json"
 STEPS = 8
+ORIGINAL = 100  # tokens, from which a rope has other factors
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
 
 
 @pytest.fixture
@@ -106,8 +121,9 @@ def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.M
     monkeypatch.setattr(RunLog, "training", told)
     llmtrain.train(config)
     assert received == [*((step + 1, step) for step in range(1, STEPS)), (STEPS, STEPS)]
-    losses = [line["loss"] for line in lines(config.run_dir, "train")]
-    assert losses == pytest.approx(own, rel=1e-5)
+    logged = lines(config.run_dir, "train")
+    assert [line["loss"] for line in logged] == pytest.approx(own, rel=1e-5)
+    assert not any("router_loss" in line for line in logged)
 
 
 def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
@@ -144,6 +160,84 @@ def test_each_number_of_the_host_is_in_its_slot() -> None:
         assert (named["data_failed"], named["wait_seconds"], named["ended"]) == (1.0, 1.5, 1.0)
         assert named["padding_only"] == 0.0
         assert said[len(SLOTS) - 3 :] == [0.0, 5.0]
+
+
+def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skips_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right: each conversation without padding, and transformers' router loss with its mask."""
+    changes = {"training__global_batch_size": 8, "training__micro_batch_size": 4}
+    changes |= {"training__steps": 2, "data__seq_len": 256, "data__packing": "single"}
+    values = tiny_config(tmp_path / "run", **changes, evaluation__max_documents=4)
+    values["model"]["config"] = MIXTURE | {
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+            "short_factor": [1.0] * 8,
+            "long_factor": [8.0] * 8,
+        },
+    }
+    path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(40))
+    values["data"]["sources"] = [{"path": str(path)}]
+    values["chat"] = {"template": "chatml"}
+    right: list[tuple[float, float]] = []
+    lengths: list[int] = []
+    update = loop.update
+
+    @torch.no_grad()
+    def count_alone(run: Run, batch: Any) -> None:
+        ids, labels = torch.from_numpy(batch.ids[:, :-1]).long(), torch.from_numpy(batch.labels)
+        stops = [int((row != -100).nonzero()[-1]) + 1 for row in labels]
+        real = torch.arange(ids.shape[1]) < torch.tensor(stops)[:, None]
+        places = torch.arange(ids.shape[1]).where(real, 0)
+        loss = router = 0.0
+        for rows in (slice(0, 4), slice(4, 8)):
+            given = {"attention_mask": real[rows].long(), "position_ids": places[rows]}
+            aux = run.built.bare(ids[rows], use_cache=False, **given).aux_loss
+            router += 0.5 * float(aux) * int((labels[rows] != -100).sum())
+        for row, targets, stop in zip(ids, labels, stops, strict=True):
+            logits = run.built.bare(row[None, :stop], use_cache=False).logits[0]
+            nll = torch.nn.functional.cross_entropy(logits, targets[:stop], reduction="sum")
+            loss += float(nll)
+        lengths.extend(stops)
+        right.append((loss / batch.trained_tokens, router / batch.trained_tokens))
+
+    def updated(run: Run, batch: Any, factor: float) -> None:
+        count_alone(run, batch)
+        update(run, batch, factor)
+
+    monkeypatch.setattr(loop, "update", updated)
+    config = llmtrain.load_config(write_config(tmp_path, values))
+    llmtrain.train(config)
+    assert min(lengths) <= ORIGINAL < max(lengths)
+    found = [(line["loss"], line["router_loss"]) for line in lines(config.run_dir, "train")]
+    assert found == [pytest.approx(one, abs=1e-5) for one in right]
+
+
+def test_a_run_logs_the_loss_of_its_tokens_and_that_of_its_router_beside_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same 8 rows as micro-batches of 8 and of 1; the coefficient is made large."""
+    first, evaluated = {}, {}
+    for size in (8, 1):
+        changes = {"training__steps": 2, "training__global_batch_size": 8}
+        values = tiny_config(tmp_path / str(size), **changes)
+        values["model"]["config"] = MIXTURE
+        values["training"]["micro_batch_size"] = size
+        config = llmtrain.load_config(write_config(tmp_path, values))
+        llmtrain.train(config)
+        first[size] = lines(config.run_dir, "train")[0]
+        evaluated[size] = lines(config.run_dir, "eval")[0]["loss"]
+        assert " router_loss=" in capfd.readouterr().err
+    assert first[8]["batch_digest"] == first[1]["batch_digest"]
+    assert first[8]["loss"] == pytest.approx(first[1]["loss"], abs=1e-6)
+    assert min(one["router_loss"] for one in first.values()) > 0.9  # two of four, times the half
+    assert abs(first[8]["router_loss"] - first[1]["router_loss"]) > 1e-5
+    assert evaluated[8] == pytest.approx(evaluated[1], abs=1e-6)
+    assert evaluated[8] == pytest.approx(math.log(2048), abs=0.1)  # without the router's
 
 
 @pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])

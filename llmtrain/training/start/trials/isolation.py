@@ -5,6 +5,10 @@ positions, carry a state along the row, or drop the keywords before they reach i
 few rows are packed with small documents, and their logits are compared in two ways: with those of
 each document alone, and with those of the same document after other documents. The second test is
 more sensitive: it compares equal shapes, so rounding does not differ.
+
+A model may also choose something for the whole micro-batch, as ropes do that depend on the longest
+document. So one row has the last positions of a block, which only a long document reaches. In the
+second test it has them only once.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import Problem, UserError
+from llmtrain.model import rope
 from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.compile import uncompiled
 from llmtrain.model.documents import document_tensors
@@ -40,6 +45,7 @@ Forward = Callable[..., Tensor]
 # changed least (a state-space model) changed by 1.7e-3 in fp32 and 4.3e-3 in bf16.
 _BOUNDS = {"fp32": (1e-3, 1e-4), "bf16": (5e-2, 2e-3)}
 _TOKENS = 16
+_ONE = np.array([0])  # the starts of a row that is one document
 
 
 def hiding_attention(
@@ -112,11 +118,26 @@ def check_documents_apart(
     module, which is collective: every rank makes the same number of forwards.
     """
     if seen := what_is_seen(model, forward, device, precision, seq_len):
+        _refuse_length(model, seq_len, seen)
         expected = f"a model that can hide documents from each other: {seen}"
         remedy = "data.packing=single"
         if not chat:
             remedy = f"data.document_mask=false with data.packing=concat, or {remedy}"
         raise UserError(Problem("data.document_mask", True, expected, remedy))
+
+
+def _refuse_length(model: PreTrainedModel, seq_len: int, seen: str) -> None:
+    """Raise UserError if blocks are longer than a rope allows that depends on their length.
+
+    seen: what was found.
+    """
+    kind, original = rope.change(model) or ("", seq_len)
+    if seq_len > original:
+        expected = (
+            f"at most {original}: beyond it the {kind} rope depends on the longest document of a "
+            f"micro-batch; {seen}"
+        )
+        raise UserError(Problem("data.seq_len", seq_len, expected, f"data.seq_len={original}"))
 
 
 def what_is_seen(
@@ -127,25 +148,31 @@ def what_is_seen(
     The arguments are those of `check_documents_apart`.
     """
     size = min(_TOKENS, seq_len)
-    starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2])]
+    starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2]), _ONE]
     name, vocabulary = backend(model), model.config.get_text_config().vocab_size
     ids = made_up_batch(len(starts), size, vocabulary, device)
     others = ids.clone()  # the last document of each row is the same, those before it are not
     for row, first in enumerate(starts):
         others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
     documents = document_tensors(starts, size, name, device)
+    late = documents["position_ids"].clone()  # the last row's are those of a block's end
+    late[-1] += seq_len - size
     with leaving_no_trace(model, device):
-        packed, changed = (forward(rows, **documents) for rows in (ids, others))
+        packed = forward(ids, **documents | {"position_ids": late})
+        changed = forward(others, **documents)
         alone = [
             torch.cat([forward(part[None])[0] for part in parts])
             for parts in (
-                row.tensor_split(first[1:].tolist()) for row, first in zip(ids, starts, strict=True)
+                row.tensor_split(first[1:].tolist())
+                for row, first in zip(ids[:-1], starts[:-1], strict=True)
             )
         ]
+        alone.append(forward(ids[-1:], position_ids=late[-1:])[0])
     most = max(float(logits.abs().max()) for logits in alone)
     wrong = max(float((packed[row] - logits).abs().max()) for row, logits in enumerate(alone))
     seen = max(
-        float((packed - changed)[row, first[-1] :].abs().max()) for row, first in enumerate(starts)
+        float((packed - changed)[row, first[-1] :].abs().max())
+        for row, first in enumerate(starts[:-1])
     )
     equal_within, change_within = _BOUNDS[precision]
     if wrong <= equal_within * most and seen <= change_within * most:
@@ -170,17 +197,22 @@ def check_padding(
     ids = made_up_batch(2, size, vocabulary, device)
     others = ids.clone()
     others[0, real:] = (ids[0, real:] + 1) % vocabulary
+    placed: dict[str, Tensor] = {}
+    if rope.change(model) is not None:  # as `padding_tensors`, beside a row as long as a block
+        positions = torch.arange(size, device=device).repeat(2, 1)
+        positions[0, real:], positions[1] = 0, positions[1] + seq_len - size
+        placed["position_ids"] = positions
     with leaving_no_trace(model, device):
-        padded, changed = forward(ids)[0, :real], forward(others)[0, :real]
+        padded, changed = (forward(rows, **placed)[0, :real] for rows in (ids, others))
         alone = forward(ids[:1, :real])[0]
     most = float(alone.abs().max())
     wrong, seen = (float((padded - one).abs().max()) for one in (alone, changed))
     equal_within, change_within = _BOUNDS[precision]
     if not (wrong <= equal_within * most and seen <= change_within * most):
-        kind, name = model.config.model_type, backend(model)
-        expected = (
-            f"a model that does not see padding behind a document: with {kind} (attention: {name}) "
-            f"its logits differ by {wrong / most:.1e} of the largest, and by {seen / most:.1e} "
-            "when the padding changes"
+        found = (
+            f"with {model.config.model_type} (attention: {backend(model)}) its logits differ by "
+            f"{wrong / most:.1e} of the largest, and by {seen / most:.1e} when the padding changes"
         )
+        _refuse_length(model, seq_len, found)
+        expected = f"a model that does not see padding behind a document: {found}"
         raise UserError(Problem("data.packing", "single", expected, "another model"))

@@ -56,6 +56,16 @@ def test_both_refuse_the_same(
     assert device[-1] == str(bool(slots) or not bool(torch.isfinite(norm)))
 
 
+@pytest.mark.parametrize("tokens", [0.0, 8.0])
+def test_a_sum_behind_the_tokens_is_none_of_them(
+    monkeypatch: pytest.MonkeyPatch, tokens: float
+) -> None:
+    vector = StepVector(torch.cat([sums(1.0, tokens).data, torch.tensor([3.0])]), 1)
+    device, host = both_ways(monkeypatch, vector, 1.0)
+    assert device == host
+    assert device[-1] == str(not tokens)
+
+
 def test_on_the_host_it_is_torchs_own_clipping() -> None:
     gradients = [torch.randn(7, 3), torch.randn(5)]
     squares = sum(float(one.double().square().sum()) for one in gradients)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,45 @@ def test_with_dropout_another_world_is_compared_by_its_batches_alone(tmp_path):
     assert "attention_dropout" in found.note
     batch = train_line(8, batch_digest="0" * 16)
     assert compare(one, resumed(tmp_path / "c", batch, start=start)).differences
+
+
+@pytest.mark.parametrize(
+    ("change", "compared"),
+    [
+        ({"world_size": 1}, False),
+        ({"strategy": "fsdp2", "micro_batch_size": 4}, False),
+        ({"strategy": "fsdp2"}, True),
+        ({}, True),
+    ],
+)
+def test_with_a_router_loss_other_micro_batches_are_compared_by_their_batches_alone(
+    tmp_path, change, compared
+):
+    def with_router(run_dir):
+        path = run_dir / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        added = [
+            line | {"router_loss": 0.02} if line["kind"] == "train" else line for line in lines
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in added))
+        return run_dir
+
+    far = train_line(8, loss=1.0)
+    start = start_line(4, "step-00000004") | change
+    one = with_router(straight(tmp_path / "a"))
+    found = compare(one, with_router(resumed(tmp_path / "b", far, start=start)))
+    assert bool(found.differences) == compared
+    assert found.losses == (8 if compared else 0)
+    assert ("a router's loss" in found.note) != compared
+    batch = train_line(8, batch_digest="0" * 16)
+    assert compare(one, with_router(resumed(tmp_path / "c", batch, start=start))).differences
+    # A row by itself is the same in any split.
+    for run_dir in (one, tmp_path / "b"):
+        path = run_dir / "metrics.jsonl"
+        path.write_text(
+            re.sub(r'"micro_batch_size": \d', '"micro_batch_size": 1', path.read_text())
+        )
+    assert compare(one, tmp_path / "b").losses == 8
 
 
 class Launches:

@@ -1,6 +1,7 @@
 """Documents scored one by one, against a slow version with one forward a token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,3 +82,30 @@ def test_a_stride_beyond_the_positions_and_no_text_at_all_are_refused(opened):
     for texts, stride in ((TEXTS, 25), (TEXTS, 0), ([], None), ([""], None)):
         with pytest.raises(UserError, match=r"--stride|--data"):
             rolling.score(opened, texts, stride, lambda done, of: None)
+
+
+def test_windows_of_a_batch_have_the_rope_that_each_has_alone(opened):
+    """LongRoPE chooses its factors by length, for all rows of a batch if nobody hinders it."""
+    width = opened.model.config.hidden_size // opened.model.config.num_attention_heads // 2
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 17,
+        "short_factor": [1.0] * width,
+        "long_factor": [40.0] * width,
+    }
+    made = used.model(max_position_embeddings=24, rope_parameters=longrope)
+    opened = replace(opened, model=made)
+    texts = ["Article 3\nriver flows past", "moss and rain " * 12, "hills of moss and rain"]
+    lines = [opened.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert [len(line) <= 17 for line in lines] == [True, False, True]
+    nll = 0.0
+    for ids in lines:
+        for inputs, count in windows(ids, opened.begin, 24, 24):
+            with torch.no_grad():
+                scores = made(torch.tensor([inputs[:-1]])).logits[0].double().log_softmax(-1)
+            picked = scores.gather(1, torch.tensor(inputs[1:])[:, None])
+            nll -= float(picked[-count:].sum())
+    found = rolling.score(opened, texts, None, lambda done, of: None)
+    assert found.loss == pytest.approx(nll / sum(map(len, lines)), abs=1e-5)
