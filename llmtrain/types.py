@@ -46,6 +46,7 @@ class Batch:
     sources: label → trained tokens, without blocks of padding
     counts: label → kind of event → how often
     ended: whether all lanes of this rank have ended
+    real_tokens: positions that are not padding
     """
 
     ids: np.ndarray
@@ -59,6 +60,7 @@ class Batch:
     counts: Mapping[str, Mapping[str, int]]
     wait_seconds: float
     ended: bool = False
+    real_tokens: int = 0
 
 
 # Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
@@ -304,6 +306,7 @@ SLOTS = (
     *FLAGS,
     "padding_only",
     "ended",
+    "real_tokens",
 )
 
 
@@ -320,6 +323,7 @@ class StepVector:
     wait_seconds: divided by the number of ranks, so that the sum is their mean
     padding_only: number of ranks whose blocks are all padding of ended lanes
     ended: number of ranks whose data has ended
+    real_tokens: positions that are not padding
     """
 
     data: torch.Tensor
@@ -382,6 +386,7 @@ class Numbers:
 
     loss: NaN in a step without a trained token
     router_loss: what the router's loss adds to it in training; None if the model has none
+    real_tokens: positions of this step that are not padding
     padding_only, ended: whether this is so on all ranks
     stops: names of the reasons to stop the run, as in `STOPS`
     save: whether a checkpoint was asked for, or is due after some minutes
@@ -406,6 +411,7 @@ class Numbers:
     save: bool = False
     written: bool = False
     router_loss: float | None = None
+    real_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -47,7 +47,13 @@ def batch_of(
         counts=_counts(blocks, names, trained),
         wait_seconds=wait_seconds,
         ended=ended,
+        real_tokens=sum(_real(block, manifest.seq_len) for block in blocks),
     )
+
+
+def _real(block: Block, seq_len: int) -> int:
+    """Return how many of a block's positions are not padding."""
+    return min(seq_len, sum(span.stop - span.start for span in block.spans))
 
 
 def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> list[int]:

@@ -156,6 +156,7 @@ class Meter:
             save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
             written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
             router_loss=router[0] if router else None,
+            real_tokens=round(slots["real_tokens"]),
         )
 
     def _mark(self) -> torch.cuda.Event:

@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, ModelConfig, SourceConfig
 from llmtrain.data.chat.template import NAMED
@@ -105,6 +103,8 @@ def write_config(
 
     Raises UserError for data, a base or a file that cannot be used; then nothing is written.
     """
+    import yaml
+
     path = out or Path(f"{_name(data[0])}.yaml")
     refuse_existing(path)
     asked = ModelConfig.model_validate({"from": base})
@@ -368,6 +368,8 @@ def _text(tree: Mapping[str, Any], comments: Comments, path: Path, found: Inspec
 
 def _flow(value: object) -> str:
     """Return a value as YAML on one line."""
+    import yaml
+
     if isinstance(value, float):
         return f"{value:g}" if value >= 1e-3 else f"{value:.1e}"
     return (

@@ -186,4 +186,5 @@ def host_part(
     limbs = [(batch.digest >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]
     wait, padding_only = batch.wait_seconds / world_size, not batch.sources
     tokens = [batch.sources.get(label, 0) for label in labels]
-    return [failed, *limbs, wait, *flags, padding_only, batch.ended, *tokens]
+    whole = (padding_only, batch.ended, batch.real_tokens)
+    return [failed, *limbs, wait, *flags, *whole, *tokens]

@@ -156,18 +156,23 @@ def _lowest_trained(shape: ModelShape) -> int:
 
 
 def seconds_at_peak(
-    shape: ModelShape, work: Work, hardware: Hardware, trained: float = 1.0
+    shape: ModelShape,
+    work: Work,
+    hardware: Hardware,
+    trained: float = 1.0,
+    real: float = 1.0,
 ) -> float | None:
     """Return the seconds of a step at the peak of all devices; None if the peak is not known.
 
     Recomputation does not count, so that the share of the peak, `mfu`, can be compared.
 
     trained: share of the positions whose head is computed
+    real: share of the positions that are not padding
     """
     machine = None if hardware.cpu else machine_of(hardware.device)
     if machine is None:
         return None
-    operations = flops(shape, work.seq_len) - (1 - trained) * head_flops(shape)
+    operations = real * flops(shape, work.seq_len) - (real - trained) * head_flops(shape)
     operations *= work.seq_len * work.global_batch_size
     return operations / (_peak(work, machine) * hardware.devices)
 

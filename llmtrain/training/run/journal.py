@@ -233,7 +233,8 @@ class RunLog:
     planned: planned memory of the device, None if it was not planned
     held_before: bytes that were in use before there was a model
     profile: records the steps that were asked for, if any were
-    seconds_at_peak: returns the seconds of a step with so many trained tokens, if all devices
+    seconds_at_peak: returns the seconds of a step with so many trained tokens, and so many that
+        are not padding, if all devices
         reached their peak; None if that is not known
     """
 
@@ -243,7 +244,7 @@ class RunLog:
     last_evaluation: dict[str, Any] | None
     planned: MemoryPlan | None
     held_before: int
-    seconds_at_peak: Callable[[int], float | None] = lambda _tokens: None
+    seconds_at_peak: Callable[[int, int], float | None] = lambda _trained, _real: None
     profile: Profile | None = None
     _span_seconds: float = 0.0
     _span_wait: float = 0.0
@@ -340,7 +341,7 @@ class RunLog:
 
     def _share_of_peak(self, numbers: Numbers) -> float | None:
         """Return the `mfu` of a step; None if the peak is not known, as on a CPU."""
-        at_peak = self.seconds_at_peak(numbers.step_tokens)
+        at_peak = self.seconds_at_peak(numbers.step_tokens, numbers.real_tokens)
         return None if at_peak is None or numbers.seconds <= 0 else at_peak / numbers.seconds
 
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:

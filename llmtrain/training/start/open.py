@@ -206,19 +206,20 @@ def _profile(config: Config, launched: Launched, journal: Journal) -> Profile | 
     return Profile(operators, rank, launched.device, steps, journal.event)
 
 
-def _seconds_at_peak(config: Config, processes: Processes) -> Callable[[int], float | None]:
-    """Return what gives the seconds of a step from its trained tokens, at the devices' peak.
+def _seconds_at_peak(config: Config, processes: Processes) -> Callable[[int, int], float | None]:
+    """Return what gives the seconds of a step at the devices' peak.
 
-    Where the loss is computed from all logits, or by torch, the head is computed for every token.
+    Its arguments are the trained tokens of the step, and those that are not padding. Where the loss
+    is computed from all logits, or by torch, the head is computed for every token.
     """
     planned = processes.planned
     asked = work(config, processes.auto.run["precision"], cpu=planned.hardware.cpu)
     tokens = asked.seq_len * asked.global_batch_size
     chunked = processes.auto.run[KERNEL] == "chunked"
 
-    def seconds(trained: int) -> float | None:
-        share = trained / tokens if chunked else 1.0
-        return seconds_at_peak(planned.shape, asked, planned.hardware, share)
+    def seconds(trained: int, real: int) -> float | None:
+        shares = (trained / tokens if chunked else real / tokens, real / tokens)
+        return seconds_at_peak(planned.shape, asked, planned.hardware, *shares)
 
     return seconds
 

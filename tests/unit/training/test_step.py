@@ -151,14 +151,16 @@ def added(row: dict[str, Any]) -> dict[str, float]:
 
 def test_each_number_of_the_host_is_in_its_slot() -> None:
     ids = np.zeros((1, 2), np.int32)
-    batch = Batch(ids, ids, 5, None, {}, 0x4444333322221111, 0, {"b": 5}, {}, 3.0, ended=True)
+    batch = Batch(
+        ids, ids, 5, None, {}, 0x4444333322221111, 0, {"b": 5}, {}, 3.0, ended=True, real_tokens=7
+    )
     for flag in FLAGS:
         said = host_part(batch, Flags(**{flag: True}), 2, ("a", "b"), failed=True)
         named = dict(zip(SLOTS[3:], said, strict=False))
         assert {name for name in FLAGS if named[name]} == {flag}
         assert [named[f"digest_{k}"] for k in range(4)] == [0x1111, 0x2222, 0x3333, 0x4444]
         assert (named["data_failed"], named["wait_seconds"], named["ended"]) == (1.0, 1.5, 1.0)
-        assert named["padding_only"] == 0.0
+        assert (named["padding_only"], named["real_tokens"]) == (0.0, 7.0)
         assert said[len(SLOTS) - 3 :] == [0.0, 5.0]
 
 

@@ -130,6 +130,8 @@ def test_the_head_is_computed_for_trained_positions_alone(tied: bool, frozen: li
     assert few is not None
     assert all_ is not None
     assert few / all_ == pytest.approx(found / flops(small, TOKENS))
+    half = seconds_at_peak(small, work(TOKENS, 16), h100, 0.5, 0.5)  # the rest is padding
+    assert half == pytest.approx(all_ / 2)
 
 
 def test_without_a_known_peak_there_is_no_share_of_it() -> None:
