@@ -124,6 +124,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
         prepared = launched.engine.prepare(with_loss(bare), bare, optimizer)
     launched.engine.create_state()
     data = SimpleNamespace(seq_len=uneven.SEQ_LEN, document_mask=job.hiding, chat=None)
+    data.hides_documents = job.hiding
     hiding_attention(bare, prepared, data, job.precision, launched)  # before any other forward
     sent: list[Any] = []
     run = run_of(

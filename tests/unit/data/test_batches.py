@@ -12,7 +12,8 @@ BEHIND = (Cursor(1, 2, 3, 4),)
 
 
 def manifest(document_mask):
-    return SimpleNamespace(seq_len=4, lanes=5, labels=("a", "b"), document_mask=document_mask)
+    names = {"document_mask": document_mask, "hides_documents": document_mask}
+    return SimpleNamespace(seq_len=4, lanes=5, labels=("a", "b"), **names)
 
 
 def block(ids, starts, trained=None, source=0, counts=None):
