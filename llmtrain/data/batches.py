@@ -34,7 +34,8 @@ def batch_of(
         ids[row] = block.ids
     labels = ids[:, 1:].astype(np.int64)
     names = manifest.labels
-    trained = _leave_out(labels, blocks, document_mask=manifest.document_mask)
+    whole = all(block.trained is None for block in blocks)  # without padding
+    trained = _leave_out(labels, blocks, whole=whole, document_mask=manifest.document_mask)
     return Batch(
         ids=ids,
         labels=labels,
@@ -47,7 +48,9 @@ def batch_of(
         counts=_counts(blocks, names, trained),
         wait_seconds=wait_seconds,
         ended=ended,
-        real_tokens=sum(_real(block, manifest.seq_len) for block in blocks),
+        real_tokens=labels.size
+        if whole
+        else sum(_real(block, manifest.seq_len) for block in blocks),
     )
 
 
@@ -56,12 +59,16 @@ def _real(block: Block, seq_len: int) -> int:
     return min(seq_len, sum(span.stop - span.start for span in block.spans))
 
 
-def _leave_out(labels: np.ndarray, blocks: Sequence[Block], *, document_mask: bool) -> list[int]:
+def _leave_out(
+    labels: np.ndarray, blocks: Sequence[Block], *, whole: bool, document_mask: bool
+) -> list[int]:
     """Set a label to −100 where it belongs to the next document, or is not trained.
+
+    whole: whether every token of the blocks is trained
 
     Return how many of each row are trained.
     """
-    if not document_mask and all(block.trained is None for block in blocks):
+    if not document_mask and whole:
         return [labels.shape[1]] * len(blocks)
     for row, block in enumerate(blocks):
         if document_mask:

@@ -258,6 +258,7 @@ def model_keywords(
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
     max_length: int | None = None,
+    seq_idx: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return the keywords that a transformers model passes on to its attention.
 
@@ -270,6 +271,8 @@ def model_keywords(
     if cu_seq_lens is not None:
         keywords |= {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
         keywords |= {"max_length_q": max_length, "max_length_k": max_length}
+    if seq_idx is not None:
+        keywords["seq_idx"] = seq_idx
     return keywords
 
 

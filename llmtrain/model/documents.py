@@ -10,6 +10,12 @@ For a compiled model, to which another number of documents would be another shap
     cu_seq_lens    0 3 5 10 10 10 10 10     the last border, up to a power of two
     max_length     5                        always seq_len
 
+Kernels of state-space and linear attention layers take such borders too, on CUDA, if all rows are
+one (`JOINED`):
+
+    position_ids   [0 1 2 0 1 0 1 2 3 4]    (1, B·T), so the model gets the ids in that shape
+    seq_idx        [0 0 0 1 1 2 2 2 2 2]
+
 Rows of one document each (packing single) need none of them: padding is behind the document, where
 a causal model does not see it. Such rows are cut behind the last position that any of them needs.
 Only a rope that depends on length and the loss of a router have to be told what is padding.
@@ -30,6 +36,7 @@ from torch import Tensor
 from llmtrain.model.attention import NAME
 from llmtrain.types import NOT_TRAINED
 
+JOINED = "joined"  # in place of an attention's name: borders for all kernels, rows end to end
 _STEP = 64  # positions: kernels are no slower for a row rounded up to it
 
 
@@ -44,20 +51,26 @@ def document_tensors(
     """Return the arguments of `LossModule.forward` that hide documents from each other.
 
     starts: as in `Batch`, one array a row.
-    name: the model's attention.
+    name: the model's attention, or `JOINED`.
     compiled: whether the model is compiled.
 
     The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
-    (n + 1,) int32, and max_length. A compiled model gets cu_seq_lens with empty documents at the
-    end, so that few lengths occur. Copies to CUDA do not wait for the device.
+    (n + 1,) int32, and max_length. For `JOINED` it has these too, position_ids as (1, B·T), and
+    seq_idx, (1, B·T) int32, the number of each position's document. A compiled model
+    gets cu_seq_lens with empty documents at the end, so that few lengths occur. Copies to CUDA do
+    not wait for the device.
     """
     total = len(starts) * seq_len
     # The documents of the rows joined end to end.
     first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
     lengths = np.diff(first, append=total)
     positions = np.arange(total) - np.repeat(first, lengths)
-    found: dict[str, Any] = {"position_ids": on(device, positions.reshape(len(starts), seq_len))}
-    if name == NAME:
+    rows = 1 if name == JOINED else len(starts)
+    found: dict[str, Any] = {"position_ids": on(device, positions.reshape(rows, -1))}
+    if name == JOINED:
+        numbers = np.repeat(np.arange(len(first), dtype=np.int32), lengths)
+        found["seq_idx"] = on(device, numbers[None])
+    if name in (NAME, JOINED):
         borders = np.append(first, total).astype(np.int32)
         if compiled:
             empty = _power_of_two(len(borders)) - len(borders)

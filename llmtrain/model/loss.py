@@ -79,19 +79,21 @@ class LossModule(nn.Module):
         all_trained: bool = False,
         trained: Tensor | None = None,
         real: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
         input_ids: (B, T) int64.
         labels: (B, T) int64, already shifted; `NOT_TRAINED` where a position has no loss.
-        position_ids: (B, T) int64, from 0 with each document; only where documents are hidden from
-            each other.
+        position_ids: (B, T) or (1, B·T) int64, from 0 with each document; only where documents are
+            hidden from each other. The model gets the ids in that shape.
         cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
             attention.
         max_length: at least the longest document's length; only for `llmtrain` attention.
         all_trained: whether no label is `NOT_TRAINED`, where the caller knows it.
         trained: (n,) int64, the positions in the flat labels that have a loss, where the caller
             knows them. No other reaches the head.
+        seq_idx: (1, B·T) int32, the number of each position's document; only for joined rows.
         real: (n,) int64, the positions in the flat rows that are not padding; None = all. Only they
             count in the loss of a router.
 
@@ -102,7 +104,9 @@ class LossModule(nn.Module):
         Where a model has a router loss and is trained, `router_loss` is it afterwards, times its
         coefficient and the number of trained tokens: () fp32, in the unit of the sum.
         """
-        keywords = model_keywords(position_ids, cu_seq_lens, max_length)
+        keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx)
+        if position_ids is not None:  # in which rows may be joined end to end
+            input_ids = input_ids.reshape(position_ids.shape)
         if self.head is None or all_logits:
             self._real = real
             try:

@@ -16,7 +16,6 @@ from llmtrain import faults, heartbeat
 from llmtrain.distributed.engines import clipping
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model import rope
-from llmtrain.model.attention import backend
 from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
@@ -83,18 +82,23 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
-    rows: list[dict[str, Any]] = []
-    for part in parts:
-        width = shown(run, batch.labels[part])
-        labels = batch.labels[part, :width]
-        rows.append(
-            {"input_ids": ids[part, :width]}
-            | target_keywords(labels, run.device, whole=whole)
-            | padding_keywords(run, labels)
-        )
-    if batch.starts is None:  # nothing has to be hidden
+    if run.data.manifest.packing == "single":
+        return [_padded(run, ids[part], batch.labels[part]) for part in parts]
+    rows: list[dict[str, Any]] = [
+        {"input_ids": ids[part]} | target_keywords(batch.labels[part], run.device, whole=whole)
+        for part in parts
+    ]
+    if batch.starts is None:  # documents may attend to each other
         return rows
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+
+
+def _padded(run: Run, ids: Tensor, labels: np.ndarray) -> dict[str, Any]:
+    """Return the keywords of a micro-batch with a document a row, cut behind the longest."""
+    width = shown(run, labels)
+    labels = labels[:, :width]
+    targets = target_keywords(labels, run.device, whole=False)
+    return {"input_ids": ids[:, :width]} | targets | padding_keywords(run, labels)
 
 
 def shown(run: Run, labels: np.ndarray) -> int:
@@ -129,8 +133,9 @@ def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) ->
 def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the tensors that hide documents from each other. starts: as in `Batch`."""
     built, seq_len = run.built, run.config.data.seq_len
+    assert built.hiding is not None, "a batch has starts only where documents are hidden"
     compiled = built.compiled != "off"
-    return document_tensors(starts, seq_len, backend(built.bare), run.device, compiled=compiled)
+    return document_tensors(starts, seq_len, built.hiding, run.device, compiled=compiled)
 
 
 def sum_vector(vector: StepVector) -> StepVector:

@@ -109,6 +109,8 @@ class ModelSide:
     held_before: bytes in use on the device, on a CPU by the process, before there was a model
     adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
     compiled: what of the model torch compiles
+    hiding: the attention that hides documents from each other, or `documents.JOINED`; None = there
+        is nothing to hide
     """
 
     bare: PreTrainedModel
@@ -119,3 +121,4 @@ class ModelSide:
     held_before: int
     adapter: Mapping[str, bytes]
     compiled: Compiled = "off"
+    hiding: str | None = None

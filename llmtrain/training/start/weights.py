@@ -108,7 +108,7 @@ def build_model(
     beside = adapter_files(config, processes, built.bare, spec)
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
-        built.bare, loss, prepared, spec, micro_batch_size, held_before, beside, compiled
+        built.bare, loss, prepared, spec, micro_batch_size, held_before, beside, compiled, hiding
     )
 
 

@@ -13,6 +13,7 @@ second test it has them only once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,14 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model import rope
 from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.compile import uncompiled
-from llmtrain.model.documents import document_tensors
+from llmtrain.model.documents import JOINED, document_tensors
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training.run.rng import leaving_no_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 Forward = Callable[..., Tensor]
 
@@ -45,6 +48,7 @@ Forward = Callable[..., Tensor]
 # changed least (a state-space model) changed by 1.7e-3 in fp32 and 4.3e-3 in bf16.
 _BOUNDS = {"fp32": (1e-3, 1e-4), "bf16": (5e-2, 2e-3)}
 _TOKENS = 16
+_BORDERS = {"cuda"}  # devices with kernels of layers that take the borders of documents
 _ONE = np.array([0])  # the starts of a row that is one document
 
 
@@ -55,10 +59,10 @@ def hiding_attention(
     precision: str,
     launched: Launched,
 ) -> str | None:
-    """Return the attention that hides documents in this run, after a check on every rank.
+    """Return what hides documents in this run, as for `document_tensors`, tried on every rank.
 
     Returns None if there is nothing to hide: documents may attend to each other, or each has a
-    block of its own. Raises UserError as `check_documents_apart` and `check_padding` do.
+    block of its own. Raises UserError as `find_hiding` and `check_padding` do.
 
     model: the bare model
     prepared: the module that the engine made of it
@@ -73,15 +77,44 @@ def hiding_attention(
 
     tried = (model, forward, device, precision, manifest.seq_len)
 
-    def check() -> None:
+    def check() -> str | None:
         with launched.engine.evaluating(), uncompiled():  # its shapes never come again
             if manifest.hides_documents:
-                check_documents_apart(*tried, chat=manifest.chat is not None)
-            else:
-                check_padding(*tried)
+                return find_hiding(*tried, chat=manifest.chat is not None)
+            check_padding(*tried)
+            return None
 
-    agreed(launched.ranks, check)
-    return backend(model) if manifest.hides_documents else None
+    return agreed(launched.ranks, check)
+
+
+def find_hiding(
+    model: PreTrainedModel,
+    forward: Forward,
+    device: torch.device,
+    precision: str,
+    seq_len: int,
+    *,
+    chat: bool = False,
+) -> str:
+    """Return what hides documents from each other: the model's attention, or joined rows.
+
+    Kernels of state-space and linear attention layers take the borders of documents on CUDA, if
+    they are installed. Raises UserError and takes arguments as `check_documents_apart` does.
+    """
+    try:
+        check_documents_apart(model, forward, device, precision, seq_len, chat=chat)
+    except UserError:
+        if device.type not in _BORDERS:
+            raise
+        try:
+            seen = what_is_seen(model, forward, device, precision, seq_len, JOINED)
+        except (RuntimeError, TypeError, ValueError) as error:  # its layers do not take borders
+            _log.debug("rows are not joined: %s", error)
+            seen = str(error)
+        if seen:
+            raise
+        return JOINED
+    return backend(model)
 
 
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
@@ -91,6 +124,8 @@ def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -
     """
 
     def forward(input_ids: Tensor, **documents: Any) -> Tensor:
+        if (positions := documents.get("position_ids")) is not None:
+            input_ids = input_ids.reshape(positions.shape)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             logits: Tensor = model(input_ids, **model_keywords(**documents)).logits
         return logits.float()
@@ -141,25 +176,34 @@ def _refuse_length(model: PreTrainedModel, seq_len: int, seen: str) -> None:
 
 
 def what_is_seen(
-    model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
+    model: PreTrainedModel,
+    forward: Forward,
+    device: torch.device,
+    precision: str,
+    seq_len: int,
+    name: str | None = None,
 ) -> str:
     """Return how documents that are packed into rows see each other; "" if they do not.
 
-    The arguments are those of `check_documents_apart`.
+    The other arguments are those of `check_documents_apart`.
+
+    name: as for `document_tensors`; None = the model's attention
     """
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2]), _ONE]
-    name, vocabulary = backend(model), model.config.get_text_config().vocab_size
+    name, vocabulary = name or backend(model), model.config.get_text_config().vocab_size
     ids = made_up_batch(len(starts), size, vocabulary, device)
     others = ids.clone()  # the last document of each row is the same, those before it are not
     for row, first in enumerate(starts):
         others[row, : first[-1]] = (ids[row, : first[-1]] + 1) % vocabulary
     documents = document_tensors(starts, size, name, device)
     late = documents["position_ids"].clone()  # the last row's are those of a block's end
-    late[-1] += seq_len - size
+    late.view(len(starts), size)[-1] += seq_len - size
     with leaving_no_trace(model, device):
-        packed = forward(ids, **documents | {"position_ids": late})
-        changed = forward(others, **documents)
+        packed, changed = (
+            forward(rows, **documents | {"position_ids": placed}).view(*rows.shape, -1)
+            for rows, placed in ((ids, late), (others, documents["position_ids"]))
+        )
         alone = [
             torch.cat([forward(part[None])[0] for part in parts])
             for parts in (
@@ -167,7 +211,7 @@ def what_is_seen(
                 for row, first in zip(ids[:-1], starts[:-1], strict=True)
             )
         ]
-        alone.append(forward(ids[-1:], position_ids=late[-1:])[0])
+        alone.append(forward(ids[-1:], position_ids=late.view_as(ids)[-1:])[0])
     most = max(float(logits.abs().max()) for logits in alone)
     wrong = max(float((packed[row] - logits).abs().max()) for row, logits in enumerate(alone))
     seen = max(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
 from llmtrain.model import attention
+from llmtrain.model.documents import JOINED
 from llmtrain.training.run import rng
-from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
+from llmtrain.training.start.trials import isolation
+from llmtrain.training.start.trials.isolation import (
+    bare_forward,
+    check_documents_apart,
+    find_hiding,
+)
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
@@ -97,6 +104,50 @@ def test_a_kernel_that_does_not_cut_is_noticed(
     monkeypatch.setattr(attention, "_each_document", uncut)
     with pytest.raises(UserError, match="attention: llmtrain"):
         check(model, precision)
+
+
+class Carries(torch.nn.Module):
+    """A model with a state along the row, which borders of documents reset if all rows are one."""
+
+    def __init__(self, *, takes_borders: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = LlamaConfig(vocab_size=64)
+        self.config._attn_implementation = "sdpa"
+        self.embed = torch.nn.Embedding(64, 64)
+        self.takes_borders = takes_borders
+        self.asked: list[set[str]] = []
+
+    def forward(self, ids: torch.Tensor, **given: Any) -> Any:
+        self.asked.append(set(given))
+        embedded = self.embed(ids)
+        if not self.takes_borders or "cu_seq_lens_q" not in given:
+            return SimpleNamespace(logits=embedded.cumsum(1))
+        if len(ids) > 1:
+            raise ValueError("one row is expected with cu_seqlens")
+        assert given["seq_idx"].shape == ids.shape
+        lengths = given["cu_seq_lens_q"].diff().tolist()
+        parts = [one.cumsum(1) for one in embedded.split(lengths, 1)]
+        return SimpleNamespace(logits=torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("takes_borders", [True, False])
+def test_rows_are_joined_for_kernels_that_take_borders(
+    monkeypatch: pytest.MonkeyPatch, takes_borders: bool
+) -> None:
+    """On a GPU with such kernels installed; here a stand-in for them."""
+    model: Any = Carries(takes_borders=takes_borders)
+    tried = (model, bare_forward(model, CPU, "fp32"), CPU, "fp32", SEQ_LEN)
+    with torch.no_grad(), pytest.raises(UserError, match="hide documents"):
+        find_hiding(*tried)
+    assert not any("seq_idx" in asked for asked in model.asked)
+    monkeypatch.setattr(isolation, "_BORDERS", {"cpu"})
+    if takes_borders:
+        with torch.no_grad():
+            assert find_hiding(*tried) == JOINED
+    else:
+        with torch.no_grad(), pytest.raises(UserError, match="hide documents"):
+            find_hiding(*tried)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
