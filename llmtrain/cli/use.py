@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,6 +42,15 @@ def evaluate(
             metavar="PATH|CONFIG", help="Documents, a config, or a run; its own run's held-out set."
         ),
     ] = None,
+    as_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--as",
+            metavar="RUN",
+            help="Measure it as this run measured the model that it began with.",
+            autocompletion=runs,
+        ),
+    ] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or YAML files.")
     ] = None,
@@ -69,7 +78,8 @@ def evaluate(
             if line.is_due():
                 line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
 
-        found = measure(model, data, tasks=names, stride=stride, chat=chat, told=tell)
+        options: dict[str, Any] = {"tasks": names, "stride": stride, "chat": chat}
+        found = measure(model, data, as_run=as_run, told=tell, **options)
     line.clear()
     show([json.dumps(found.to_json())] if as_json else evaluation(found))
 
@@ -163,7 +173,8 @@ def evaluation(found: Evaluated) -> Iterator[str]:
     yield f"model      {found.model}{step}"
     if figures := found.figures:
         bits = "" if figures.bits_per_byte is None else f"  bits/byte {figures.bits_per_byte:.4f}"
-        yield f"data       {found.split}"
+        run = "" if found.as_run is None else f" of {found.as_run}, as before its first step"
+        yield f"data       {found.split}{run}"
         yield f"loss       {figures.loss:.4f}  perplexity {figures.perplexity:.4g}{bits}"
         counts = f"{figures.tokens:,} tokens of {figures.documents:,} documents"
         yield f"scored     {counts} in {figures.seconds:.1f} s"
