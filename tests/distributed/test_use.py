@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import bases, chats, corpus, used
-from helpers.ranks import ROOT, Server
+from helpers.ranks import PATIENCE_SECONDS, ROOT, Server
 from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.errors import harmless
+from llmtrain.tools.use.generate import Sampling, converse
 
 STEPS = 8
 HERE = {"PYTHONPATH": str(ROOT)}  # for processes that a command starts
@@ -225,6 +235,61 @@ def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
     said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
     expected = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
     assert found["text"] == expected
+
+
+def test_b_9_chat_holds_over_three_turns_in_a_terminal(tmp_path: Path) -> None:
+    """A real process in a terminal of 80 × 24; one message is too long for the model."""
+    run = used.run(tmp_path / "run", chat=True)
+    used.checkpoint(run, 4, used.model(max_position_embeddings=512))
+    messages, terminal = ["one moss", "two hills", "three stones"], Terminal(24, 80)
+    command = ["-m", "llmtrain", "chat", str(run), "--max-new-tokens", "80"]
+    process = terminal.start([sys.executable, *command], os.environ | HERE | {"TERM": "xterm"})
+    shown = [terminal.read_until("\n> ")]
+    assert "Ctrl-D ends" in shown[0]
+    for said in messages:
+        terminal.type(f"{said}\n")
+        shown.append(terminal.read_until("\n> "))
+    terminal.type(f"{'x ' * 400}\n")  # more than the line of a terminal's own editor
+    assert "error: 1 problem" in (refused := terminal.read_until("\n> "))
+    assert "the model's positions" in refused
+    terminal.type("\x04")
+    assert process.wait(60) == 0
+    assert terminal.read_until("\n").strip() == ""
+    sampling = Sampling(max_new_tokens=80)
+    answers = list(converse(run, messages, sampling, lambda text: None))
+    assert len({answer.text for answer in answers}) == 3
+    assert max(len(answer.text) for answer in answers) > 80  # it needs several lines
+    for said, answer, one in zip(messages, answers, shown[1:], strict=True):
+        assert one == f"{said}\n{harmless(answer.text, keep=chr(10) + chr(9))}\n> "
+
+
+class Terminal:
+    """A terminal, of which a process is started in the foreground."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._ours, self._theirs = pty.openpty()
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._unread = ""
+
+    def start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), self._theirs)
+        process = subprocess.Popen(command, env=env, start_new_session=True, **ends)
+        os.close(self._theirs)
+        return process
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def read_until(self, end: str) -> str:
+        """What was shown up to here, without the sequences that move the cursor in a line."""
+        while end not in self._unread:
+            ready, _, _ = select.select([self._ours], [], [], PATIENCE_SECONDS)
+            assert ready, self._unread
+            shown = os.read(self._ours, 4096).decode()
+            plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+            self._unread += plain.replace("\r\n", "\n").replace("\r", "")
+        found, _, self._unread = self._unread.partition(end)
+        return found + end
 
 
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
