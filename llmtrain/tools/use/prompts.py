@@ -3,9 +3,13 @@
     rows of FILE ─► ids ─► batches ─► new ids ─► OUT, row by row in the order of FILE
 
 A row gets what it gets alone. In a batch, shorter rows are padded on the left. Some models see
-that padding: those that carry a state along the row, or count positions from its first token. So
-the shortest and the longest prompt are first tried together and alone; a model that answers
-otherwise, or whose positions depend on the longest row, gets batches of rows of one length.
+that padding, such as those that carry a state over it, or whose positions depend on the longest
+row. So the shortest and the longest prompt are first tried together and alone, then two prompts of
+one length; what a batch may be follows from that:
+
+    padded     rows of any length      most models
+    equal      rows of one length      LongRoPE
+    alone      one row                 RWKV, whose state is mixed up in a batch (transformers 5.23)
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain import durable
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
@@ -39,6 +43,8 @@ from llmtrain.tools.use.load import Opened
 
 if TYPE_CHECKING:
     import torch
+
+Kind = Literal["padded", "equal", "alone"]
 
 _OPTION, _OUT = "--prompts", "--out"
 _WRITTEN = ("completion", "tokens", "ended")  # keys of what is added to a row
@@ -114,11 +120,8 @@ def complete_file(
         for ids, prompt in zip(rows, prompts, strict=True)
     ]
     lengths = [len(ids) for ids in rows]
-    padded = min(lengths) < max(lengths) and sees_no_padding(
-        opened, rows[lengths.index(min(lengths))], rows[lengths.index(max(lengths))]
-    )
     written: dict[int, list[int]] = {}
-    for number, batch in enumerate(batches(lengths, limits, padded=padded)):
+    for number, batch in enumerate(batches(lengths, limits, find_kind(opened, rows))):
         told(len(written), len(rows))
         limit = limits[batch[0]]
         new = complete(opened, [rows[n] for n in batch], limit, sampling, number)
@@ -235,19 +238,19 @@ def _encode(opened: Opened, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
             yield chat_ids(prompt.messages, prompt.tools, prompt.where)
 
 
-def batches(lengths: Sequence[int], limits: Sequence[int], *, padded: bool) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], limits: Sequence[int], kind: Kind) -> Iterator[list[int]]:
     """Yield the numbers of the rows of each batch, shorter rows first.
 
     lengths: ids of each row
     limits: new ids that each may get, the same in a batch: one that is close to the end of the
         model's positions gets fewer
-    padded: whether rows of several lengths may be in a batch
     """
     batch: list[int] = []
     for n in sorted(range(len(lengths)), key=lambda n: (-limits[n], lengths[n])):
         if batch:
             first = batch[0]
-            same = limits[n] == limits[first] and (padded or lengths[n] == lengths[first])
+            may = kind == "padded" or (kind == "equal" and lengths[n] == lengths[first])
+            same = may and limits[n] == limits[first]
             if not same or (lengths[n] + limits[n]) * (len(batch) + 1) > _POSITIONS:
                 yield batch
                 batch = []
@@ -255,13 +258,26 @@ def batches(lengths: Sequence[int], limits: Sequence[int], *, padded: bool) -> I
     yield batch
 
 
-def sees_no_padding(opened: Opened, short: Sequence[int], long: Sequence[int]) -> bool:
-    """Whether a row that is padded on the left gets the logits that it gets alone."""
-    if _depends_on_longest(opened.model.config.get_text_config()):
-        return False
-    count = min(_TRIED_TOKENS, opened.positions - len(long))
-    together = _logits(opened, [short, long], count)
-    alone = [_logits(opened, [row], count)[0] for row in (short, long)]
+def find_kind(opened: Opened, rows: Sequence[Sequence[int]]) -> Kind:
+    """Return which rows may be in a batch, so that each gets the logits that it gets alone.
+
+    rows: ids of all prompts
+    """
+    short, long = min(rows, key=len), max(rows, key=len)
+    config = opened.model.config.get_text_config()
+    if len(rows) == 1:
+        return "alone"
+    if not _depends_on_longest(config) and _are_as_alone(opened, [short, long]):
+        return "padded"
+    other = [(id + 1) % config.vocab_size for id in short]
+    return "equal" if _are_as_alone(opened, [short, other]) else "alone"
+
+
+def _are_as_alone(opened: Opened, rows: Sequence[Sequence[int]]) -> bool:
+    """Whether rows get together the logits that each gets alone, but for rounding."""
+    count = min(_TRIED_TOKENS, opened.positions - max(map(len, rows)))
+    together = _logits(opened, rows, count)
+    alone = [_logits(opened, [row], count)[0] for row in rows]
     bound = _BOUNDS.get(str(opened.model.dtype), _ROUNDED)
     return all(
         float((one - other).abs().max()) <= bound * float(other.abs().max())

@@ -144,20 +144,20 @@ DENSE = SMALL | {"intermediate_size": 48}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 LONG |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 STATE = {"hidden_size": 32, "num_hidden_layers": 2}
-# Kind → its config, and whether its rows may be padded on the left.
+# Kind → its config, and which rows may be in a batch.
 FAMILIES = {
-    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, True),
-    "opt": (SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}, True),
-    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 4}, True),
+    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "padded"),
+    "opt": (SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}, "padded"),
+    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 4}, "padded"),
     "gemma3_text": (
         DENSE
         | {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 16}
         | {"layer_types": ["sliding_attention", "full_attention"]},
-        True,
+        "padded",
     ),
-    "mamba": (STATE | {"state_size": 4}, True),
-    "rwkv": (STATE | {"attention_hidden_size": 32}, False),  # its state runs over the padding
-    "phi3": (DENSE | {"max_position_embeddings": 256, "rope_parameters": LONG}, False),
+    "mamba": (STATE | {"state_size": 4}, "padded"),
+    "rwkv": (STATE | {"attention_hidden_size": 32}, "alone"),
+    "phi3": (DENSE | {"max_position_embeddings": 256, "rope_parameters": LONG}, "equal"),
 }
 
 
@@ -176,14 +176,14 @@ def opened(kind, config, folder):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_row_of_a_batch_gets_what_it_gets_alone_in_every_family(tmp_path, kind):
-    config, padded = FAMILIES[kind]
+    config, together = FAMILIES[kind]
     model = opened(kind, config, tmp_path)
     draw = torch.Generator().manual_seed(1)
     sizes = [1, 2, 2, 7, 15, 16, 17, 24, 24, 30, 33, 40]
     rows = [torch.randint(1, 320, (n,), generator=draw).tolist() for n in sizes]
-    assert tool.sees_no_padding(model, rows[0], rows[-1]) == padded
+    assert tool.find_kind(model, rows) == together
     sampling, found = Sampling(max_new_tokens=NEW), {}
-    for number, batch in enumerate(tool.batches(sizes, [NEW] * len(sizes), padded=padded)):
+    for number, batch in enumerate(tool.batches(sizes, [NEW] * len(sizes), together)):
         new = complete(model, [rows[n] for n in batch], NEW, sampling, number)
         found |= zip(batch, new, strict=True)
     expected = [complete(model, [row], NEW, sampling, 0)[0] for row in rows]
@@ -194,15 +194,16 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone_in_every_family(tmp_path, kind
 def test_batches_hold_every_row_once_and_no_more_positions_than_fit():
     lengths = [5, 900, 3, 3, 900, 60, 4000, 1]
     limits = [200, 200, 200, 200, 200, 200, 96, 200]
-    for padded in (True, False):
-        found = list(tool.batches(lengths, limits, padded=padded))
+    for kind in ("padded", "equal", "alone"):
+        found = list(tool.batches(lengths, limits, kind))
         assert sorted(n for batch in found for n in batch) == list(range(len(lengths)))
         for batch in found:
             assert len({limits[n] for n in batch}) == 1
-            assert padded or len({lengths[n] for n in batch}) == 1
-    many = list(tool.batches([300] * 100, [200] * 100, padded=True))
+            assert kind == "padded" or len({lengths[n] for n in batch}) == 1
+            assert kind != "alone" or len(batch) == 1
+    many = list(tool.batches([300] * 100, [200] * 100, "padded"))
     assert max(map(len, many)) * 500 <= 16_384 < (max(map(len, many)) + 1) * 500
-    assert list(tool.batches([100_000], [200], padded=True)) == [[0]]
+    assert list(tool.batches([100_000], [200], "padded")) == [[0]]
 
 
 GOOD = '{"prompt": "one"}'
