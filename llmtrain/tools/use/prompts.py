@@ -8,7 +8,7 @@ row. So the shortest and the longest prompt are first tried together and alone, 
 one length; what a batch may be follows from that:
 
     padded     rows of any length      most models
-    equal      rows of one length      LongRoPE
+    equal      rows of one length      LongRoPE, RecurrentGemma
     alone      one row                 RWKV, whose state is mixed up in a batch (transformers 5.23)
 """
 
