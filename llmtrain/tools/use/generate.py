@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +124,12 @@ def converse(
     The other arguments are those of `generate`.
     """
     opened = open_writer(model_or_run, sampling)
-    ids_of = partial(open_chat_prompts(opened), tools=None, name="--chat")
+    ids_by_template = open_chat_prompts(opened)
     turns: list[Message] = []
+
+    def ids_of(messages: Sequence[Message]) -> list[int]:
+        return ids_by_template(messages, None, "--chat")
+
     for number, message in enumerate(messages):
         try:
             _check_text(f"message {number + 1}", message)
