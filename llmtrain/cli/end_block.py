@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
 from llmtrain.metrics.progress import clipped
@@ -12,7 +11,7 @@ from llmtrain.report.words import count, fixed, percent, seconds, short
 
 
 def end_block(run: Tables, width: int = 160) -> Iterator[str]:
-    """Yield at most eight lines, between how the run ended and the path of its report.
+    """Yield at most ten lines, between how the run ended and the path of its report.
 
     width: of the terminal; the sample is cut there
     """
@@ -33,9 +32,10 @@ def end_block(run: Tables, width: int = 160) -> Iterator[str]:
         newest = run.samples[-1]
         said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
         yield clipped(f"sample     {said}", width)
-    where = shlex.quote(str(run.settings.get("run.dir") or run.name))
+    yield from (f"wrong      {said}" for said in verdict.failures(run))
     if verdict.best_checkpoint(run):
-        yield f'use        llmtrain generate {where} "…"'
+        for command, word in zip(verdict.uses(run), ("use", ""), strict=False):
+            yield f"{word:<11}{command}"
     if run.status.get("state") != "finished":
         yield "resume     give the same command again"
-    yield f"compare    llmtrain report {where} OTHER --out comparison.html"
+    yield f"compare    llmtrain report {verdict.where(run)} OTHER --out comparison.html"

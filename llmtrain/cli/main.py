@@ -257,6 +257,7 @@ def report(
 for _command, _help in (
     (use.evaluate, "a run's held-out loss again, other documents, tasks"),
     (use.generate, "continue a text, or answer in a conversation"),
+    (use.chat, "a conversation in the terminal"),
     (use.export, "a model directory, proved to compute the same"),
 ):
     app.command(rich_help_panel="Use", help=_help)(_command)

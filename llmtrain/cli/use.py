@@ -1,4 +1,4 @@
-"""`llmtrain evaluate`, `generate` and `export`: the commands that use what was trained.
+"""`llmtrain evaluate`, `generate`, `chat` and `export`: the commands that use what was trained.
 
 Only typer is imported here, as in `main.py`.
 """
@@ -9,8 +9,9 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +32,11 @@ Model = Annotated[
         autocompletion=runs,
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to write.")]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 = the likeliest.")]
+TopP = Annotated[float, typer.Option(metavar="P", help="Share of probability.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="For temperatures above 0.")]
+_Drawn = tuple[int, float, float, int]  # the values of these four
 _KEPT = "\n\t"  # not escaped in what a model writes
 
 
@@ -40,6 +46,15 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="PATH|CONFIG", help="Documents, a config, or a run; its own run's held-out set."
+        ),
+    ] = None,
+    as_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--as",
+            metavar="RUN",
+            help="Measure it as this run measured the model that it began with.",
+            autocompletion=runs,
         ),
     ] = None,
     tasks: Annotated[
@@ -69,7 +84,8 @@ def evaluate(
             if line.is_due():
                 line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
 
-        found = measure(model, data, tasks=names, stride=stride, chat=chat, told=tell)
+        options: dict[str, Any] = {"tasks": names, "stride": stride, "chat": chat}
+        found = measure(model, data, as_run=as_run, told=tell, **options)
     line.clear()
     show([json.dumps(found.to_json())] if as_json else evaluation(found))
 
@@ -83,34 +99,41 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="A conversation; each line of stdin is a message.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 = the likeliest.")] = 0.0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Share of probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="For temperatures above 0.")] = 42,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL with prompt or messages; or .txt, a line each."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --prompts: a new file, JSONL.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 42,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text, or answer in a conversation; Ctrl-C ends it with exit code 0."""
-    if prompt is None and not chat:
-        raise UserError(Problem("PROMPT", None, "a text to continue, or --chat"))
-    try:
-        with busy("loading torch and the model") as loaded:
-            from llmtrain.tools.use import generate as tool
+    drawn = (max_new_tokens, temperature, top_p, seed)
+    if prompts is not None or out is not None:
+        _complete(model, prompt, prompts, out, drawn, chat=chat, as_json=as_json)
+    elif chat:
+        _converse(model, prompt, drawn, as_json=as_json)
+    elif prompt is None:
+        raise UserError(Problem("PROMPT", None, "a text to continue, or --chat, or --prompts FILE"))
+    else:
+        _continue(model, prompt, drawn, as_json=as_json)
 
-            _hide_progress_of_transformers()
-            sampling = tool.Sampling(max_new_tokens, temperature, top_p, seed)
-            if chat:
-                messages = _lines(loaded) if prompt is None else iter([prompt])
-                tell = _quietly(loaded) if as_json else _behind("", loaded)
-                answers = tool.converse(model, messages, sampling, tell)
-            else:
-                assert prompt is not None
-                tell = _quietly(loaded) if as_json else _behind(prompt, loaded)
-                answers = iter([tool.continue_text(model, prompt, sampling, tell)])
-            for answer in answers:
-                show([json.dumps(answer.to_json()) if as_json else ""])
-    except KeyboardInterrupt:
-        print()
-        raise typer.Exit(0) from None
+
+def chat(
+    model: Model,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 42,
+    as_json: AsJson = False,
+) -> None:
+    """Talk with a model: at a prompt in a terminal, else each line of stdin is a message."""
+    _converse(model, None, (max_new_tokens, temperature, top_p, seed), as_json=as_json)
 
 
 def export(
@@ -163,7 +186,8 @@ def evaluation(found: Evaluated) -> Iterator[str]:
     yield f"model      {found.model}{step}"
     if figures := found.figures:
         bits = "" if figures.bits_per_byte is None else f"  bits/byte {figures.bits_per_byte:.4f}"
-        yield f"data       {found.split}"
+        run = "" if found.as_run is None else f" of {found.as_run}, as before its first step"
+        yield f"data       {found.split}{run}"
         yield f"loss       {figures.loss:.4f}  perplexity {figures.perplexity:.4g}{bits}"
         counts = f"{figures.tokens:,} tokens of {figures.documents:,} documents"
         yield f"scored     {counts} in {figures.seconds:.1f} s"
@@ -193,17 +217,111 @@ def _hide_progress_of_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _lines(loaded: Callable[[], None]) -> Iterator[str]:
-    """Yield the lines of stdin that are not blank, without their ends.
+def _continue(model: str, prompt: str, drawn: _Drawn, *, as_json: bool) -> None:
+    """Print what a model writes after a text."""
+    with _until_ctrl_c(), busy("loading torch and the model") as loaded:
+        from llmtrain.tools.use import generate as tool
+
+        _hide_progress_of_transformers()
+        tell = _quietly(loaded) if as_json else _behind(prompt, loaded)
+        found = tool.continue_text(model, prompt, tool.Sampling(*drawn), tell)
+        show([json.dumps(found.to_json()) if as_json else ""])
+
+
+def _converse(model: str, message: str | None, drawn: _Drawn, *, as_json: bool) -> None:
+    """Print the answers of one conversation. message: the only one; None = those of stdin"""
+    typed = message is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+    with _until_ctrl_c(), busy("loading torch and the model") as loaded:
+        from llmtrain.tools.use import generate as tool
+
+        _hide_progress_of_transformers()
+        messages = iter([message]) if message is not None else _messages(loaded, typed=typed)
+        tell = _quietly(loaded) if as_json else _behind("", loaded)
+        options = {"refused": _show_refused} if typed else {}
+        sampling = tool.Sampling(*drawn)
+        for answer in tool.converse(model, messages, sampling, tell, _show_forgotten, **options):
+            show([json.dumps(answer.to_json()) if as_json else ""])
+
+
+def _complete(
+    model: str,
+    prompt: str | None,
+    prompts: Path | None,
+    out: Path | None,
+    drawn: _Drawn,
+    *,
+    chat: bool,
+    as_json: bool,
+) -> None:
+    """Write what a model writes after the prompts of a file to another file."""
+    if prompts is None or out is None:
+        lacking, given = ("--prompts", "--out") if prompts is None else ("--out", "--prompts")
+        raise UserError(Problem(lacking, None, f"a file: {given} needs both"))
+    if prompt is not None:
+        raise UserError(Problem("PROMPT", prompt, "none here: the prompts are those of --prompts"))
+    with busy("loading torch and the model") as loaded:
+        from llmtrain.tools.use.generate import Sampling
+        from llmtrain.tools.use.prompts import complete_file
+
+        _hide_progress_of_transformers()
+        line = ProgressLine(wait=True)
+
+        def tell(done: int, of: int) -> None:
+            loaded()
+            if line.is_due():
+                line.show(f"completed {done:,} of {of:,} prompts")
+
+        found = complete_file(model, prompts, out, Sampling(*drawn), chat=chat, told=tell)
+    line.clear()
+    counts = f"{found.prompts:,} prompts, {found.tokens:,} tokens written"
+    text = [f"{counts} in {found.seconds:.1f} s", str(found.out)]
+    show([json.dumps(found.to_json())] if as_json else text)
+
+
+@contextmanager
+def _until_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end the block, and the command with exit code 0."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print()
+        raise typer.Exit(0) from None
+
+
+def _messages(loaded: Callable[[], None], *, typed: bool) -> Iterator[str]:
+    """Yield the messages that are typed, or the lines of stdin, without blank ones.
 
     loaded: called before the first line is read
     """
     loaded()
     if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are not UTF-8 are refused by name
         sys.stdin.reconfigure(errors="surrogateescape")
-    for line in sys.stdin:
+    for line in _typed() if typed else sys.stdin:
         if line.strip():
             yield line.rstrip("\r\n")
+
+
+def _typed() -> Iterator[str]:
+    """Yield the lines that are typed at a prompt, until Ctrl-D."""
+    import readline  # noqa: F401  # `input` edits lines with it, and remembers them
+
+    print("Each line is a message; Ctrl-D ends the conversation.")
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        yield line
+
+
+def _show_forgotten(count: int) -> None:
+    said = f"the oldest {count} messages are left out: the conversation fills the model's positions"
+    print(f"({said})", file=sys.stderr, flush=True)
+
+
+def _show_refused(error: UserError) -> None:
+    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _write(text: str) -> None:

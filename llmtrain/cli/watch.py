@@ -158,7 +158,7 @@ def _by_column(
 
 def _what_to_do(view: View) -> str:
     return {
-        "finished": 'llmtrain report RUN shows all of it; llmtrain generate RUN "…" uses it.',
+        "finished": "llmtrain report RUN shows all of it, and how to use the model.",
         "stopped": "The same command resumes the run.",
         "failed": "The end of logs/rank-0.log says why.",
         "killed": "The same command resumes the run.",

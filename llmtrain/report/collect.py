@@ -45,6 +45,7 @@ class Tables:
     unread: number of whole lines of the record that could not be read
     settings: values of the config by dotted key, with the length that the run has now, which a
         later start may have changed; {} if it cannot be read
+    chat: whether it trains conversations through a chat template
     auto: what was decided automatically, by key
     profile: operators of the profiled steps, as `metrics/profile.py` writes them; {} without
     """
@@ -64,6 +65,7 @@ class Tables:
     stretches: tuple[Stretch, ...]
     unread: int
     settings: Mapping[str, object]
+    chat: bool
     auto: Mapping[str, Any]
     profile: Mapping[str, Any]
     _columns: dict[str, Points] = field(default_factory=dict, repr=False)
@@ -159,6 +161,7 @@ def collect(run_dir: Path) -> Tables:
         stretches=tuple(stretches(lines)),
         unread=unread,
         settings=with_length(_settings(config), starts),
+        chat=_has_chat(_json(run_dir / contents.MANIFEST)),
         auto=_json(run_dir / contents.AUTO),
         profile=_json(run_dir / contents.PROFILE / contents.OPERATORS),
     )
@@ -249,6 +252,12 @@ def with_length(settings: Mapping[str, object], starts: Sequence[Line]) -> dict[
 def _json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; {} if there is none."""
     return (record.parse(path.read_bytes()) or {}) if path.is_file() else {}
+
+
+def _has_chat(manifest: Mapping[str, Any]) -> bool:
+    """Whether the manifest has a chat template. Prompts and completions as strings have none."""
+    chat = manifest.get("chat")
+    return isinstance(chat, dict) and bool(chat.get("template"))
 
 
 def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:

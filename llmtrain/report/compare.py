@@ -138,6 +138,8 @@ def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
     for name, run in zip(_names(runs), runs, strict=True):
         if verdict.ended_not_finite(run):
             found.append(f"The last held-out loss of {name} is {verdict.NOT_FINITE}.")
+        else:
+            found += [f"{name}: {said}" for said in verdict.failures(run)]
     if len(runs) > _DRAWN:
         found.append(f"Curves are drawn for up to {_DRAWN} runs.")
     if len(

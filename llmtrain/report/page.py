@@ -78,7 +78,8 @@ def render(tables: Tables) -> str:
         losses=dict(column(tables.evaluations, "loss")),
         best=best,
         newest=next((one for one in reversed(tables.checkpoints) if one["kept"]), None),
-        where=_where(tables),
+        uses=verdict.uses(tables),
+        where=verdict.where(tables),
         events=[(one, in_words(one)) for one in tables.events[::-1][:_ROWS]],
         sources=_sources(tables),
         settings=_chosen(tables),
@@ -234,11 +235,6 @@ def _samples(samples: Sequence[Line]) -> list[tuple[str, Line, list[Line]]]:
     for one in samples:
         by_prompt.setdefault(str(one.get("prompt") or ""), []).append(one)
     return [(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()]
-
-
-def _where(tables: Tables) -> str:
-    """Return the run directory as the config names it."""
-    return str(tables.settings.get("run.dir") or tables.name)
 
 
 def _sources(tables: Tables) -> list[tuple[str, object]]:

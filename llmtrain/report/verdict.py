@@ -1,5 +1,8 @@
 """Whether a run finished, whether it learned, and whether it can be trusted: in words.
 
+The checks decide. The sentence at the top of a report is what the bad ones say, so it cannot
+contradict them; only where none is bad does it tell how the loss went.
+
 Advice is given only where the run's own numbers support it: shares of time come from the sums over
 all steps (`span_seconds`), never from the steps that happened to be logged.
 """
@@ -7,6 +10,7 @@ all steps (`span_seconds`), never from the steps that happened to be logged.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,20 +25,32 @@ NOT_FINITE = "not finite"
 _WAITS = 0.05  # the share of the step time from which waiting for data is worth a remark
 _LEVEL = 0.003  # a last change of less than this share is none
 _RISING = 1.01
+_WORSE = "worse than guessing"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a reader should know before trusting a run. mark: GOOD, LOOK or BAD."""
+    """One thing that a reader should know before trusting a run.
+
+    mark: GOOD, LOOK or BAD
+    found: what was found, in a few words
+    said: the same as a sentence, if it is bad; "" if the state of the run says it already
+    """
 
     mark: str
     name: str
     found: str
+    said: str = ""
 
 
 def sentence(tables: Tables) -> str:
-    """Describe the run in one or two sentences."""
-    return f"{_state(tables)} {_learned(tables)}".strip()
+    """Describe the run in a few sentences: its state, and what is wrong, else how the loss went."""
+    return " ".join([_state(tables), *(failures(tables) or [_learned(tables)])])
+
+
+def failures(tables: Tables) -> list[str]:
+    """Return a sentence for each bad check."""
+    return [one.said for one in checks(tables) if one.mark == BAD and one.said]
 
 
 def figures(tables: Tables) -> list[tuple[str, str, str]]:
@@ -96,6 +112,18 @@ def checks(tables: Tables) -> list[Check]:
     ]
 
 
+def where(tables: Tables) -> str:
+    """Return the run directory as the config names it, as one word of a command."""
+    return shlex.quote(str(tables.settings.get("run.dir") or tables.name))
+
+
+def uses(tables: Tables) -> list[str]:
+    """Return the commands that let the model of a run write, the shortest first."""
+    if tables.chat:
+        return [f"llmtrain chat {where(tables)}", f'llmtrain generate --chat {where(tables)} "…"']
+    return [f'llmtrain generate {where(tables)} "…"']
+
+
 def last_step(tables: Tables) -> int:
     """Return the last finished step that the run's files know of."""
     known = tables.status.get("step")
@@ -134,9 +162,6 @@ def _state(tables: Tables) -> str:
 
 def _learned(tables: Tables) -> str:
     losses: Sequence[float] = [value for _, value in column(tables.evaluations, "loss")]
-    if ended_not_finite(tables):
-        said = f"The held-out loss of step {count(tables.evaluations[-1]['step'])} is {NOT_FINITE}"
-        return f"{said}; its best was {fixed(min(losses))}." if losses else f"{said}."
     name = "Held-out loss"
     if len(losses) < 2:
         losses = tables.numbers("loss").values
@@ -207,19 +232,29 @@ def _heldout(tables: Tables) -> Check:
     name, losses = "held-out loss", [value for _, value in column(tables.evaluations, "loss")]
     if ended_not_finite(tables):
         step = count(tables.evaluations[-1]["step"])
-        return Check(BAD, name, f"{NOT_FINITE} at step {step}, the last evaluation")
+        said = f"The held-out loss of step {step} is {NOT_FINITE}"
+        said += f"; its best was {fixed(min(losses))}." if losses else "."
+        return Check(BAD, name, f"{NOT_FINITE} at step {step}, the last evaluation", said)
     if not losses:
         return Check(LOOK, name, "nothing was evaluated")
-    last, said = losses[-1], [fixed(losses[-1])]
-    mark = LOOK if last > _RISING * min(losses) else GOOD
+    first, last, best = losses[0], losses[-1], min(losses)
+    found, mark, said = [fixed(last)], GOOD, ""
+    step, several = tables.evaluations[-1]["step"], len(losses) > 1
+    if not step or last > _RISING * best or (several and last >= first):
+        mark = LOOK
     vocabulary = tables.starts[-1].get("vocabulary") if tables.starts else None
     if isinstance(vocabulary, int) and vocabulary > 1:
-        guessing = math.log(vocabulary)
-        said.append(f"guessing {fixed(guessing)}")
-        mark = BAD if last >= guessing else mark
+        guessing = fixed(math.log(vocabulary))
+        is_worse = bool(step) and last > math.log(vocabulary)
+        found.append(f"{_WORSE} {guessing}" if is_worse else f"guessing {guessing}")
+        if is_worse:
+            went = f"went from {fixed(first)} to" if several else "is"
+            least = f"; its best was {fixed(best)}" if best < last else ""
+            said = f"Held-out loss {went} {fixed(last)}, {_WORSE} ({guessing}){least}."
+            mark = BAD
     if trained := [value for _, value in tables.numbers("loss")[-10:]]:
-        said.append(f"last training losses {fixed(fmean(trained))}")
-    return Check(mark, name, ", ".join(said))
+        found.append(f"last training losses {fixed(fmean(trained))}")
+    return Check(mark, name, ", ".join(found), said)
 
 
 def _interruptions(tables: Tables) -> Check:
@@ -245,8 +280,12 @@ def _skipped(tables: Tables) -> Check:
     steps = skipped_steps(tables)
     if not steps:
         return Check(GOOD, "skipped updates", "none")
-    mark = BAD if len(steps) > 0.01 * max(1, last_step(tables)) else LOOK
-    return Check(mark, "skipped updates", f"{count(len(steps))}: loss or gradient was not finite")
+    done = last_step(tables)
+    mark = BAD if len(steps) > 0.01 * max(1, done) else LOOK
+    found = f"{count(len(steps))}: loss or gradient was not finite"
+    said = f"{plural(len(steps), 'update', 'updates')} of {count(done)} steps were skipped, "
+    said += "as loss or gradient was not finite."
+    return Check(mark, "skipped updates", found, said)
 
 
 def _waiting(tables: Tables) -> Check:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import select
+import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import corpus, used
-from helpers.ranks import ROOT, Server
+from helpers import bases, chats, corpus, used
+from helpers.ranks import PATIENCE_SECONDS, ROOT, Server
 from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.errors import harmless
+from llmtrain.tools.use.generate import Sampling, converse
 
 STEPS = 8
 HERE = {"PYTHONPATH": str(ROOT)}  # for processes that a command starts
@@ -88,6 +99,120 @@ def test_an_evaluation_repeats_the_line_of_the_best_checkpoint(
     assert told(server, tmp_path, "evaluate", other)["loss"] == evaluated[4]["loss"]
 
 
+def tune(server: Server, folder: Path, base: Path, kind: str, precision: str, world: int) -> Path:
+    """A run on conversations that adds ChatML's tokens, and pads the rows."""
+    made = tiny_config(
+        folder / "run",
+        training__steps=2,
+        training__global_batch_size=8,
+        training__precision=precision,
+        data__seq_len=256,
+        data__heldout=0.1,
+    )
+    rows = corpus.write_jsonl(folder / "chat.jsonl", chats.rows_of(80))
+    made["data"]["sources"] = [{"path": str(rows)}]
+    made["model"] = {"from": str(base), "pad_vocab_to": bases.ENTRIES + 64}
+    made |= {"chat": {"template": "chatml"}, "adapter": {"kind": kind}}
+    path = write_config(folder, made)
+    codes = server.run(["train", str(path)], world, folder)
+    assert codes == [0] * world, (folder / "output.txt").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: Any) -> Path:
+    return bases.save_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def tuned(server: Server, base: Path, tmp_path_factory: Any) -> Path:
+    return tune(server, tmp_path_factory.mktemp("tuned"), base, "none", "fp32", 1)
+
+
+FIGURES = ("kind", "split", "loss", "perplexity", "bits_per_byte", "tokens", "bytes", "documents")
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "world"), [("lora", "fp32", 2), ("lora", "bf16", 1), ("dora", "bf16", 1)]
+)
+def test_b_8_a_base_as_a_run_of_adapters_is_the_line_of_its_step_0_to_the_last_digit(
+    server: Server, base: Path, tmp_path: Path, kind: str, precision: str, world: int
+) -> None:
+    run = tune(server, tmp_path, base, kind, precision, world)
+    check_step_0(server, base, run, tmp_path / "told")
+
+
+def test_b_8_a_base_as_a_full_run_is_the_line_of_its_step_0_to_the_last_digit(
+    server: Server, base: Path, tuned: Path, tmp_path: Path
+) -> None:
+    check_step_0(server, base, tuned, tmp_path)
+
+
+def check_step_0(server: Server, base: Path, run: Path, folder: Path) -> None:
+    first, *_ = lines(run, "eval")
+    assert first["step"] == 0
+    found = told(server, folder, "evaluate", base, "--as", run)
+    assert {key: found[key] for key in FIGURES} == {key: first[key] for key in FIGURES}
+    assert (found["as"], found["model"]) == (str(run), str(base))
+
+
+def test_b_8_other_models_are_measured_as_the_run_does(
+    server: Server, base: Path, tuned: Path, tmp_path: Path
+) -> None:
+    """Its own checkpoint, and weights of another seed, which have no rows for the new tokens."""
+    *_, last = lines(tuned, "eval")
+    found = told(server, tmp_path / "one", "evaluate", tuned, "--as", tuned)
+    assert found["loss"] == last["loss"]
+    other = bases.save_base(tmp_path / "other", seed=9)
+    found = told(server, tmp_path / "two", "evaluate", other, "--as", tuned)
+    run = tune(server, tmp_path / "run", other, "none", "fp32", 1)
+    assert found["loss"] == lines(run, "eval")[0]["loss"] != lines(tuned, "eval")[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "said"),
+    [
+        ("short", {}, "the 256 positions of a block of .*; it has 128"),
+        ("more", {}, r"its own is another; 2 entries differ \('<\|more-0\|>'"),
+        ("vocabulary", {}, "its own is another; [0-9,]+ entries differ"),
+        ("splits", {}, "its own is another; they split texts differently"),
+        ("no run", {}, "a run that has begun, not a model or a checkpoint; no config.yaml"),
+        ("nothing held out", {}, "a run that held documents out"),
+        ("base", {"data": "x.txt"}, "--data = x.txt\n.*left out: --as scores"),
+        ("base", {"stride": 4, "tasks": ["a"], "chat": True}, "3 problems"),
+    ],
+)
+def test_b_8_what_cannot_be_measured_as_a_run_is_refused(
+    base: Path, tuned: Path, tmp_path: Path, case: str, options: dict[str, Any], said: str
+) -> None:
+    from llmtrain import UserError, evaluate
+
+    model, run = tmp_path / "model", tuned
+    if case == "short":
+        bases.save_base(model, max_position_embeddings=128)
+    elif case == "more":  # two of its ids that mean ChatML's tokens to the run
+        bases.save_base(model, rows=bases.ENTRIES + 3)
+        bases.save_tokenizer(model, 3)
+    elif case == "vocabulary":
+        used.directory(model, used.model(), used.tokenizer(tmp_path / "tokenizer"))
+    elif case == "splits":
+        bases.save_base(model, seed=9)
+        file = model / "tokenizer.json"
+        changed = json.loads(file.read_text())
+        changed["model"]["merges"] = changed["model"]["merges"][:40]
+        file.write_text(json.dumps(changed))
+    else:
+        model = base
+    if case == "no run":
+        run = base
+    elif case == "nothing held out":
+        run = tmp_path / "run"
+        shutil.copytree(tuned, run)
+        (run / "eval.safetensors").unlink()
+    with pytest.raises(UserError, match=said):
+        evaluate(model, as_run=run, **options)
+
+
 def test_an_export_is_proved_by_another_process_and_scores_as_the_run(
     server: Server, run: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +235,61 @@ def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
     said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
     expected = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
     assert found["text"] == expected
+
+
+def test_b_9_chat_holds_over_three_turns_in_a_terminal(tmp_path: Path) -> None:
+    """A real process in a terminal of 80 × 24; one message is too long for the model."""
+    run = used.run(tmp_path / "run", chat=True)
+    used.checkpoint(run, 4, used.model(max_position_embeddings=512))
+    messages, terminal = ["one moss", "two hills", "three stones"], Terminal(24, 80)
+    command = ["-m", "llmtrain", "chat", str(run), "--max-new-tokens", "80"]
+    process = terminal.start([sys.executable, *command], os.environ | HERE | {"TERM": "xterm"})
+    shown = [terminal.read_until("\n> ")]
+    assert "Ctrl-D ends" in shown[0]
+    for said in messages:
+        terminal.type(f"{said}\n")
+        shown.append(terminal.read_until("\n> "))
+    terminal.type(f"{'x ' * 400}\n")  # more than the line of a terminal's own editor
+    assert "error: 1 problem" in (refused := terminal.read_until("\n> "))
+    assert "the model's positions" in refused
+    terminal.type("\x04")
+    assert process.wait(60) == 0
+    assert terminal.read_until("\n").strip() == ""
+    sampling = Sampling(max_new_tokens=80)
+    answers = list(converse(run, messages, sampling, lambda text: None))
+    assert len({answer.text for answer in answers}) == 3
+    assert max(len(answer.text) for answer in answers) > 80  # it needs several lines
+    for said, answer, one in zip(messages, answers, shown[1:], strict=True):
+        assert one == f"{said}\n{harmless(answer.text, keep=chr(10) + chr(9))}\n> "
+
+
+class Terminal:
+    """A terminal, of which a process is started in the foreground."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._ours, self._theirs = pty.openpty()
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._unread = ""
+
+    def start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), self._theirs)
+        process = subprocess.Popen(command, env=env, start_new_session=True, **ends)
+        os.close(self._theirs)
+        return process
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def read_until(self, end: str) -> str:
+        """What was shown up to here, without the sequences that move the cursor in a line."""
+        while end not in self._unread:
+            ready, _, _ = select.select([self._ours], [], [], PATIENCE_SECONDS)
+            assert ready, self._unread
+            shown = os.read(self._ours, 4096).decode()
+            plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+            self._unread += plain.replace("\r\n", "\n").replace("\r", "")
+        found, _, self._unread = self._unread.partition(end)
+        return found + end
 
 
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -31,6 +31,15 @@ def are_held(state: Mapping[str, Any]) -> bool:
     return True
 
 
+def round_layers(model: Any, state: Mapping[str, Any]) -> None:
+    """Round the weights of a model in place, as `round_weight` does."""
+    from llmtrain.model.trainable.quantized import layers
+
+    for name in layers(model):
+        weight = model.get_submodule(name).weight
+        weight.data = round_weight(weight.data, state)
+
+
 def round_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Return a weight in fp32, rounded as in the run of a checkpoint. state: as for `are_held`."""
     import torch

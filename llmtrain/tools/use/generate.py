@@ -7,13 +7,14 @@ effect. It ends at the ids that `generation_config.json` names, in a chat model 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.data.chat.chat import Chat
-from llmtrain.data.chat.rows import BadRowError
+from llmtrain.data.chat.rows import BadRowError, Message
+from llmtrain.data.chat.template import Tools
 from llmtrain.data.manifest import ChatFacts, glance
 from llmtrain.data.tokens.encode import open_chat
 from llmtrain.errors import Problem, UserError, first_line, raise_any
@@ -22,10 +23,17 @@ from llmtrain.rundir import contents
 from llmtrain.tools.use.load import Opened, open_model
 from llmtrain.tools.use.target import KEY, Target, find
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 Told = Callable[[str], object]  # gets the text as it is written
+# Gets a conversation, its tools and the name of what is wrong, in a message; returns ids.
+ChatIds = Callable[[Sequence[Message], Tools, str], list[int]]
 _SEED_STREAM = 9  # for `mix`
 _LEAST = 1e-6  # temperature
 _SHOWN = 60  # characters
+_LEAST_ROOM = 4  # what part of a model's positions a conversation leaves for an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +97,67 @@ def continue_text(
 ) -> Generated:
     """Return what a model writes after a text. Arguments: as of `generate`."""
     _check_text("PROMPT", prompt)
-    opened = _open(model_or_run, sampling)
-    return _write(opened, prompt, _text_ids(opened, prompt), sampling, 0, told)
+    opened = open_writer(model_or_run, sampling)
+    return _write(opened, prompt, text_ids(opened, prompt), sampling, 0, told)
+
+
+def _raise(error: UserError) -> None:
+    raise error
 
 
 def converse(
-    model_or_run: str | Path, messages: Iterable[str], sampling: Sampling, told: Told
+    model_or_run: str | Path,
+    messages: Iterable[str],
+    sampling: Sampling,
+    told: Told,
+    forgot: Callable[[int], object] = lambda count: None,
+    refused: Callable[[UserError], object] = _raise,
 ) -> Iterator[Generated]:
-    """Yield the answer to each user message of one conversation. Arguments: as of `generate`."""
-    opened = _open(model_or_run, sampling)
-    if not opened.tokenizer.chat_template:
-        expected = "a model whose tokenizer has a chat template"
-        raise UserError(Problem(KEY, model_or_run, expected, "leave --chat out: it continues text"))
-    turns: list[dict[str, str]] = []
+    """Yield the answer to each user message of one conversation.
+
+    When the conversation has filled the model's positions, its oldest messages are left out.
+
+    forgot: called with how many were left out before an answer
+    refused: called with the error of a message that cannot be answered; if it returns, the
+        conversation continues as if that had not been said
+
+    The other arguments are those of `generate`.
+    """
+    opened = open_writer(model_or_run, sampling)
+    ids_by_template = open_chat_prompts(opened)
+    turns: list[Message] = []
+
+    def ids_of(messages: Sequence[Message]) -> list[int]:
+        return ids_by_template(messages, None, "--chat")
+
     for number, message in enumerate(messages):
-        _check_text(f"message {number + 1}", message)
-        turns.append({"role": "user", "content": message})
-        ids = _chat_ids(opened, turns)
-        answer = _write(opened, message, ids, sampling, number, told)
+        try:
+            _check_text(f"message {number + 1}", message)
+            asked = [*turns, {"role": "user", "content": message}]
+            room = min(sampling.max_new_tokens, opened.positions // _LEAST_ROOM)
+            kept, ids = _shorten(asked, ids_of, opened.positions - room)
+            if kept < len(asked):
+                forgot(len(asked) - kept)
+            answer = _write(opened, message, ids, sampling, number, told)
+        except UserError as error:
+            refused(error)
+            continue
         yield answer
-        turns.append({"role": "assistant", "content": answer.text})
+        turns = [*asked[-kept:], {"role": "assistant", "content": answer.text}]
+
+
+def _shorten(
+    turns: Sequence[Message], ids_of: Callable[[Sequence[Message]], list[int]], most: int
+) -> tuple[int, list[int]]:
+    """Return how many of the last messages have at most so many ids, and these.
+
+    The oldest question and answer are left out together. The last message is always kept.
+    """
+    kept, ids = len(turns), ids_of(turns)
+    while len(ids) > most and kept > 1:
+        kept -= 2
+        ids = ids_of(turns[-kept:])
+    return kept, ids
 
 
 def _check_text(name: str, text: str) -> None:
@@ -120,8 +169,8 @@ def _check_text(name: str, text: str) -> None:
         raise UserError(Problem(name, ascii(text[:_SHOWN]), expected)) from error
 
 
-def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:
-    """Open the model, after the options have been checked."""
+def open_writer(model_or_run: str | Path, sampling: Sampling) -> Opened:
+    """Open a model to let it write, after the options have been checked. Raises UserError."""
     checks = (
         ("--max-new-tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
         (
@@ -136,7 +185,7 @@ def _open(model_or_run: str | Path, sampling: Sampling) -> Opened:
     return open_model(find(str(model_or_run)), small=True)
 
 
-def _text_ids(opened: Opened, text: str) -> list[int]:
+def text_ids(opened: Opened, text: str) -> list[int]:
     """Return the ids of a text to be continued.
 
     A checkpoint of a run was trained on texts that follow a begin token or an end of text, so one
@@ -148,24 +197,34 @@ def _text_ids(opened: Opened, text: str) -> list[int]:
     return ids
 
 
-def _chat_ids(opened: Opened, turns: list[dict[str, str]]) -> list[int]:
-    """Return the ids of a conversation up to where the answer begins.
+def open_chat_prompts(opened: Opened) -> ChatIds:
+    """Return what makes a conversation the ids up to where the answer begins.
 
-    They are those of training, for a checkpoint of a run with conversations.
+    They are those of training, for a checkpoint of a run with conversations. Raises UserError for a
+    model without a chat template; the function does for messages that the template refuses.
     """
     from jinja2 import TemplateError
 
-    try:
-        if template := _template_of(opened.target):
-            return template.prompt_ids(turns)
-        text = opened.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True
-        )
-    except (TemplateError, BadRowError) as error:
-        expected = f"messages that the chat template takes ({first_line(error)})"
-        raise UserError(Problem("--chat", turns[-1]["content"], expected)) from error
-    ids: list[int] = opened.tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    if not opened.tokenizer.chat_template:
+        expected = "a model whose tokenizer has a chat template"
+        remedy = "without --chat, and with `prompt` in place of `messages`, text is continued"
+        raise UserError(Problem(KEY, opened.target.given, expected, remedy))
+    template = _template_of(opened.target)
+
+    def ids_of(turns: Sequence[Message], tools: Tools, name: str) -> list[int]:
+        try:
+            if template is not None:
+                return template.prompt_ids(turns, tools)
+            text = opened.tokenizer.apply_chat_template(
+                list(turns), tools, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, BadRowError) as error:
+            expected = f"messages that the chat template takes ({first_line(error)})"
+            raise UserError(Problem(name, turns[-1]["content"], expected)) from error
+        ids: list[int] = opened.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    return ids_of
 
 
 def _template_of(target: Target) -> Chat | None:
@@ -182,34 +241,82 @@ def _write(
     opened: Opened, prompt: str, ids: list[int], sampling: Sampling, turn: int, told: Told
 ) -> Generated:
     """Let the model write after these ids. turn: number of the answer in a conversation."""
-    import torch
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import TextStreamer
 
+    limit = room_for(opened, ids, sampling, "PROMPT")
+    streamer = TextStreamer(opened.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.on_finalized_text = lambda text, stream_end=False: told(text)
+    (new,) = complete(opened, [ids], limit, sampling, turn, streamer)
+    return as_generated(opened, prompt, new)
+
+
+def room_for(opened: Opened, ids: Sequence[int], sampling: Sampling, name: str) -> int:
+    """Return how many tokens may follow these. Raises UserError, with `name`, if none may."""
     room = opened.positions - len(ids)
     if room < 1:
         expected = f"fewer than {opened.positions:,} tokens, the model's positions"
-        raise UserError(Problem("PROMPT", f"{len(ids):,} tokens", expected))
+        raise UserError(Problem(name, f"{len(ids):,} tokens", expected))
+    return min(sampling.max_new_tokens, room)
+
+
+def complete(
+    opened: Opened,
+    rows: Sequence[Sequence[int]],
+    limit: int,
+    sampling: Sampling,
+    number: int,
+    streamer: Any = None,
+) -> list[list[int]]:
+    """Return the ids that a model writes after each row, with the one that ends it.
+
+    rows: shorter ones are padded on the left
+    limit: of new ids
+    number: of the answer or batch, so that each draws other numbers
+    streamer: of transformers, for a single row
+    """
+    import torch
+    from transformers import GenerationConfig
+
     ends = _end_ids(opened)
     # As the model's own config too: transformers takes what is not set from there.
     opened.model.generation_config = GenerationConfig(
-        max_new_tokens=min(sampling.max_new_tokens, room),
+        max_new_tokens=limit,
         do_sample=sampling.temperature > 0,
         eos_token_id=ends,
         pad_token_id=ends[0],
         **_drawing(sampling),
     )
-    streamer = TextStreamer(opened.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    streamer.on_finalized_text = lambda text, stream_end=False: told(text)
-    inputs = torch.tensor([ids], device=opened.device)
+    inputs, mask = left_padded(rows, ends[0], opened.device)
     devices = [opened.device] if opened.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.manual_seed(mix(sampling.seed, _SEED_STREAM, turn) >> 1)
-        out = opened.model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), streamer=streamer
-        )
-    new = out[0, len(ids) :].tolist()
+        torch.manual_seed(mix(sampling.seed, _SEED_STREAM, number) >> 1)
+        out = opened.model.generate(inputs, attention_mask=mask, streamer=streamer)
+    written = out[:, inputs.shape[1] :].tolist()
+    return [_until_end(row, ends) for row in written]
+
+
+def left_padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return rows of ids, padded on the left, and which of them are no padding: (B, T) int64."""
+    import torch
+
+    longest = max(map(len, rows))
+    inputs = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return inputs.to(device), mask.to(device)
+
+
+def _until_end(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Return ids up to the first that ends a text; behind it a batch has padding."""
+    stop = next((place for place, id in enumerate(ids, 1) if id in ends), len(ids))
+    return ids[:stop]
+
+
+def as_generated(opened: Opened, prompt: str, new: Sequence[int]) -> Generated:
+    """Return what was written. new: its ids"""
     text = opened.tokenizer.decode(new, skip_special_tokens=True)
-    return Generated(prompt, text, len(new), bool(new) and new[-1] in ends)
+    return Generated(prompt, text, len(new), bool(new) and new[-1] in _end_ids(opened))
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from llmtrain.model import attention, build, untrusted
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.base import CONFIG, Base, check_code
 from llmtrain.model.trainable.adapters import hold_base
-from llmtrain.model.trainable.quantized import layers
-from llmtrain.model.vocabulary import grow, rows_for
-from llmtrain.tools.use import adapters, four_bits
+from llmtrain.model.vocabulary import grow, rows_for, set_rows
+from llmtrain.tools.use import adapters, as_run, four_bits
+from llmtrain.tools.use.as_run import Seen
 from llmtrain.tools.use.target import KEY, Target, as_argument, download, is_hub_id
 from llmtrain.training.start.base import what_changed
 
@@ -54,13 +54,19 @@ class Opened:
 
 
 def open_model(
-    target: Target, *, precision: str = "fp32", seq_len: int | None = None, small: bool = False
+    target: Target,
+    *,
+    precision: str = "fp32",
+    seq_len: int | None = None,
+    small: bool = False,
+    seen: Seen | None = None,
 ) -> Opened:
     """Load a model and its tokenizer.
 
     precision: bf16 = hold a model below adapters in bf16, as a run with that precision does
     seq_len: positions of a block, to use the attention that a run uses; None = transformers' own
     small: on a GPU, hold the weights in the dtype of the files; otherwise they are fp32
+    seen: the run with whose tokenizer, rows and adapters the model is loaded; None = its own
 
     Raises UserError for a model that cannot be loaded.
     """
@@ -70,8 +76,11 @@ def open_model(
     with as_argument():
         base = base_directory(target.directory) if target.is_adapter else target.directory
         config = config_of(base)
-        tokenizer = tokenizers.load(str(target.directory), None)
+        tokenizer = tokenizers.load(str(seen.tokenizer if seen else target.directory), None)
         stored = config.dtype
+        if seen is not None:
+            as_run.check_positions(target, seen, config)
+            set_rows(config, tokenizers.length_of(tokenizer), seen.config.model.pad_vocab_to)
         model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
     if tokenizer.eos_token_id is None:
         raise UserError(Problem(KEY, target.given, "a tokenizer with an end-of-text token"))
@@ -79,6 +88,8 @@ def open_model(
         attention.install(model, seq_len)
     if target.is_adapter:
         model = _with_adapter(model, target, tokenizers.length_of(tokenizer), precision)
+    elif seen is not None:
+        as_run.attach_adapters(model, base, seen)
     if small and device.type == "cuda" and stored is not None:
         hold_base(model, stored, trained=True)
     return Opened(target, model.eval().requires_grad_(False).to(device), tokenizer, device)
@@ -93,9 +104,7 @@ def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> A
     if (rows := rows_of(target, entries, stored)) > stored:
         grow(model, rows)
     if four_bits.are_held(target.state):
-        for name in layers(model):
-            weight = model.get_submodule(name).weight
-            weight.data = four_bits.round_weight(weight.data, target.state)
+        four_bits.round_layers(model, target.state)
     if precision == "bf16":
         hold_base(model, torch.bfloat16, trained=True)
     adapters.attach(model, target.directory)

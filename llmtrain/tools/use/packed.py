@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,16 +24,18 @@ from llmtrain.data.tokens.probe_texts import PROBES
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import rope
 from llmtrain.model import tokenizer as tokenizers
-from llmtrain.model.attention import backend
+from llmtrain.model.attention import kernels
 from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
 from llmtrain.model.head import Head, examine
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.auto import Auto
+from llmtrain.tools.use.as_run import with_other_tokenizer
 from llmtrain.tools.use.load import Opened
 from llmtrain.training.evaluate import by_source, result, totals
 from llmtrain.training.start.kernel import FROZEN
-from llmtrain.training.start.trials.isolation import bare_forward, check_documents_apart
+from llmtrain.training.start.planning import launch_kind
+from llmtrain.training.start.trials.isolation import bare_forward, find_hiding
 from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation
 
@@ -49,6 +52,8 @@ class HeldOutOfRun:
     packing: of its blocks
     document_mask: whether documents of a block are hidden from each other
     world_size, micro_batch_size: of the start that made the evaluation
+    threads: of each of its processes; None = not known
+    kernel: of attention, as `model.attention_backend` names it
     """
 
     run_dir: Path
@@ -59,6 +64,8 @@ class HeldOutOfRun:
     precision: str
     world_size: int
     micro_batch_size: int
+    threads: int | None
+    kernel: str
 
     @property
     def hides_documents(self) -> bool:
@@ -69,6 +76,11 @@ class HeldOutOfRun:
     def sources(self) -> int:
         """The number of sources that are told apart; 0 = none."""
         return len(self.held.parts) if len(self.held.parts) > 1 else 0
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether there are conversations among the documents."""
+        return any(part.chat for part in self.held.parts)
 
 
 def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
@@ -95,16 +107,20 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
         )
         raise UserError(Problem(key, run_dir, expected, remedy))
     facts = glance(manifest)
-    world_size, micro_batch_size = _layout(run_dir, step)
+    start = _start_of(run_dir, step)
+    device = start.get("device_type", "cpu")
+    auto = Auto(run_dir, launch_kind(start.get("strategy", ""), device, start["world_size"]))
     return HeldOutOfRun(
         run_dir,
         held,
         facts["seq_len"],
         facts["packing"],
         facts["document_mask"],
-        Auto(run_dir, "").run.get("precision", "fp32"),
-        world_size,
-        micro_batch_size,
+        auto.run.get("precision", "fp32"),
+        start["world_size"],
+        start["micro_batch_size"],
+        auto.launch.get("threads"),
+        auto.device.get("attention_backend", "auto"),
     )
 
 
@@ -120,21 +136,30 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
     start = time.perf_counter()
     # Σ nll in nats and tokens: of all documents, then of those of each source
     scored = torch.zeros(1 + measured.sources, 2, dtype=torch.float64, device=opened.device)
-    with torch.no_grad():
+    with torch.no_grad(), kernels(measured.kernel), _threads(measured.threads):
+        hiding = None
         if measured.hides_documents:
             forward = bare_forward(opened.model, opened.device, measured.precision)
             kind = (opened.device, measured.precision, measured.seq_len)
-            check_documents_apart(opened.model, forward, *kind)
+            hiding = find_hiding(opened.model, forward, *kind, chat=measured.has_chat)
         module = _loss(opened, measured.run_dir)
         for rank in range(measured.world_size):
-            scored += _score_rank(opened, module, measured, rank, told)
+            scored += _score_rank(opened, module, measured, rank, hiding, told)
     return replace(result(scored.tolist(), measured.held), seconds=time.perf_counter() - start)
 
 
 def _score_rank(
-    opened: Opened, module: LossModule, measured: HeldOutOfRun, rank: int, told: Told
+    opened: Opened,
+    module: LossModule,
+    measured: HeldOutOfRun,
+    rank: int,
+    hiding: str | None,
+    told: Told,
 ) -> torch.Tensor:
-    """Return Σ nll and tokens of one rank's blocks, (1 + sources, 2) fp64."""
+    """Return Σ nll and tokens of one rank's blocks, (1 + sources, 2) fp64.
+
+    hiding: what hides documents from each other, as for `document_tensors`; None = nothing
+    """
     import numpy as np
     import torch
 
@@ -155,8 +180,8 @@ def _score_rank(
         if measured.packing == "single":
             by_length = rope.change(opened.model) is not None
             hidden = padding_tensors(wanted, device, by_length=by_length, routed=False)
-        if measured.hides_documents:
-            hidden = document_tensors(starts, seq_len, backend(opened.model), device)
+        if hiding is not None:
+            hidden = document_tensors(starts, seq_len, hiding, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
             each = module(inputs, each=True, **targets, **hidden)
         if sources:
@@ -174,20 +199,32 @@ def _loss(opened: Opened, run_dir: Path) -> LossModule:
     return LossModule(opened.model, found if isinstance(found, Head) else None, kernel=kernel)
 
 
-def _layout(run_dir: Path, step: int | None) -> tuple[int, int]:
-    """Return processes and micro-batch size of the start that evaluated at `step`, else the last.
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with this many threads, which decide how sums are rounded."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _start_of(run_dir: Path, step: int | None) -> Mapping[str, Any]:
+    """Return the `start` line of the start that evaluated at `step`, else the last one.
 
     A run without a record counts as one process that takes one block at a time.
     """
-    last: dict[str, Any] = {"world_size": 1, "micro_batch_size": 1}
+    last: Mapping[str, Any] = {"world_size": 1, "micro_batch_size": 1}
     evaluated = None
     for line in record.record(run_dir):
         if line["kind"] == "start":
             last = line
         elif line["kind"] == "eval" and line["step"] == step:
             evaluated = last
-    found = evaluated or last
-    return found["world_size"], found["micro_batch_size"]
+    return evaluated or last
 
 
 def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
@@ -197,7 +234,5 @@ def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
     rows = opened.model.get_input_embeddings().weight.shape[0]
     if ids[0] != ids[1] or int(measured.held.ids.max()) >= rows:
         expected = f"a run with the tokenizer of {opened.target.given}"
-        remedy = "--data with a file or a config scores text, with any tokenizer"
-        if glance(measured.run_dir / contents.MANIFEST).get("chat"):
-            remedy = "a model with that tokenizer: conversations are other tokens under another one"
+        remedy = with_other_tokenizer(measured.run_dir)
         raise UserError(Problem("--data", measured.run_dir, expected, remedy))

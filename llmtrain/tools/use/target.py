@@ -56,8 +56,10 @@ class Target:
         return (self.directory / "adapter_config.json").is_file()
 
 
-def find(given: str) -> Target:
+def find(given: str, revision: str | None = None) -> Target:
     """Find the weights. A model of the Hub is downloaded, unless it is in the Hub's cache.
+
+    revision: branch, tag or commit of a model of the Hub; None = the default branch
 
     Raises UserError if there are none, RunError 74 if the disk cannot be read.
     """
@@ -66,7 +68,7 @@ def find(given: str) -> Target:
         return _in_directory(given, path)
     if path.exists() or not is_hub_id(given):
         raise UserError(Problem(KEY, given, _EXPECTED))
-    return Target(given, download(given, None))
+    return Target(given, download(given, revision))
 
 
 def is_hub_id(name: str) -> bool:

@@ -46,10 +46,15 @@ def decide_base(model: ModelConfig, run_dir: Path, ranks: Ranks) -> Base | None:
 
 def known_base(model: ModelConfig, run_dir: Path) -> Base:
     """Return the base that an earlier start of a run has kept, else what `model.from` names now."""
-    kept = Auto(run_dir, "").run.get(_KEPT, {})
-    if kept.get("asked") == _asked_for(model):
-        return Base(kept["path"], kept["revision"], kept["digest"])
-    return find_base(model)
+    asked = Auto(run_dir, "").run.get(_KEPT, {}).get("asked")
+    kept = kept_base(run_dir)
+    return kept if kept is not None and asked == _asked_for(model) else find_base(model)
+
+
+def kept_base(run_dir: Path) -> Base | None:
+    """Return what a run began with; None if it began without weights."""
+    kept = Auto(run_dir, "").run.get(_KEPT)
+    return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
 
 
 def keep_base(auto: Auto, model: ModelConfig, base: Base) -> None:

@@ -1,8 +1,13 @@
+import html
+import json
+import re
+
 import pytest
 from helpers import runs
 
 from llmtrain.cli.end_block import end_block
 from llmtrain.report.collect import collect
+from llmtrain.report.page import write_report
 
 
 def test_the_block_says_what_was_reached_and_what_to_do_next(tmp_path):
@@ -16,6 +21,29 @@ def test_the_block_says_what_was_reached_and_what_to_do_next(tmp_path):
     assert "goodput" in said[1]
     assert said[2] == "sample     The planet Saturn has 300 moons and a thick atmosphere."
     assert said[3] == 'use        llmtrain generate mine "…"'
+
+
+def test_b_9_a_run_on_conversations_is_used_in_a_conversation(tmp_path):
+    folder = runs.write_run(tmp_path / "my chat", runs.history())
+    (folder / "checkpoints" / "step-00000300").mkdir(parents=True)
+    for chat, advice in (
+        (
+            {"template": "a1"},
+            ["llmtrain chat 'my chat'", "llmtrain generate --chat 'my chat' \"…\""],
+        ),
+        ({"template": ""}, ["llmtrain generate 'my chat' \"…\""]),  # strings need no template
+        (None, ["llmtrain generate 'my chat' \"…\""]),
+    ):
+        (folder / "manifest.json").write_text(json.dumps({"chat": chat}))
+        found = collect(folder)
+        first, *more = advice
+        said = list(end_block(found))
+        assert f"use        {first}" in said
+        assert [line for line in said if line.startswith(" ")] == [f"{'':<11}{one}" for one in more]
+        commands = re.findall(
+            '<code class="command">(.*?)</code>', write_report(folder).read_text()
+        )
+        assert [html.unescape(one) for one in commands][: len(advice)] == advice
 
 
 @pytest.mark.parametrize("lines", [[], [runs.start_line(0)], [runs.train_line(1, loss=None)]])

@@ -56,6 +56,7 @@ def test_help_shows_the_commands_in_groups():
         "           report        write report.html\n"
         "Use        evaluate      a run's held-out loss again, other documents, tasks\n"
         "           generate      continue a text, or answer in a conversation\n"
+        "           chat          a conversation in the terminal\n"
         "           export        a model directory, proved to compute the same\n"
         "Look after data          inspect · which · tokenize · repack\n"
         "           checkpoints   list · verify · prune · rehearse\n"

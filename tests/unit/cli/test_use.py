@@ -66,6 +66,60 @@ def test_each_line_of_stdin_is_a_message_of_one_conversation(run, shown, monkeyp
     assert shown("generate", run, "one", "--chat", "--max-new-tokens", 2)[0] == 0
 
 
+def test_b_9_chat_is_the_short_form_of_generate_chat(run, shown, monkeypatch):
+    said = []
+    for command in (["chat", run], ["generate", run, "--chat"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\r\nthree"))
+        code, out, err = shown(*command, "--max-new-tokens", 2, "--json")
+        assert (code, err) == (0, "")
+        said.append([json.loads(line) for line in out.splitlines()])
+    assert said[0] == said[1]
+    assert [one["prompt"] for one in said[0]] == ["one", "two", "three"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    code, out, _ = shown("chat", run, "--max-new-tokens", 2)
+    assert code == 0
+    assert out.splitlines() == [one["text"] for one in said[0][:2]]
+
+
+def test_chat_without_a_message_is_fine_and_a_bad_one_is_one_message(run, shown, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
+    assert shown("chat", run) == (0, "", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x " * 300))
+    code, out, err = shown("chat", run)
+    assert (code, out, err.count("error:")) == (2, "", 1)
+    assert "the model's positions" in err
+
+
+def test_what_a_full_conversation_leaves_out_is_said(run, shown, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(["moss " * 50] * 4)))
+    code, out, err = shown("chat", run, "--max-new-tokens", 8)
+    assert (code, len(out.splitlines()) >= 4) == (0, True)
+    assert err.startswith("(the oldest 2 messages are left out: the conversation fills")
+
+
+def test_b_9_a_file_of_prompts_becomes_a_file(run, tmp_path, shown):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "one"}\n{"messages": [{"role": "user", "content": "a"}]}\n'
+    )
+    options = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 2, "--out"]
+    code, out, _ = shown("generate", run, *options, tmp_path / "a")
+    assert code == 0
+    assert out.splitlines()[0].startswith("2 prompts, 4 tokens written in ")
+    assert out.splitlines()[1:] == [str(tmp_path / "a")]
+    first, second = (json.loads(line) for line in (tmp_path / "a").read_text().splitlines())
+    assert (first["prompt"], first["tokens"], second["tokens"]) == ("one", 2, 2)
+    assert second["messages"][0]["content"] == "a"
+    code, out, _ = shown("generate", run, *options, tmp_path / "b", "--json")
+    found = json.loads(out)
+    assert (code, found["out"], found["prompts"], found["tokens"]) == (0, str(tmp_path / "b"), 2, 4)
+    code, out, err = shown("generate", run, *options, tmp_path / "b")
+    assert (code, out, err.count("error:")) == (2, "", 1)
+    assert f"--out = {tmp_path / 'b'}" in err
+    code, out, err = shown("generate", run, "x", *options, tmp_path / "c")
+    assert (code, out) == (2, "")
+    assert "PROMPT = x" in err
+
+
 def test_ctrl_c_ends_with_code_0(run, shown, monkeypatch):
     from llmtrain.tools.use import generate as tool
 
@@ -108,6 +162,11 @@ def test_an_export_lists_its_files_and_ends_with_its_path(run, tmp_path, shown):
         (["export", "RUN", "--out", "RUN"], "--out"),
         (["export", "RUN", "--out", "new", "--merge-adapters"], "--merge-adapters"),
         (["evaluate", "RUN", "--stride", "8"], "--stride"),
+        (["evaluate", "RUN", "--as", "absent"], "--as = absent"),
+        (["generate", "RUN", "--prompts", "p.txt"], "--out"),
+        (["generate", "RUN", "--out", "p.txt"], "--prompts"),
+        (["generate", "RUN", "--out", "o", "--prompts", "absent.txt"], "--prompts = absent.txt"),
+        (["chat", "absent/run/here"], "MODEL_OR_RUN = absent/run/here"),
     ],
 )
 def test_bad_input_is_one_message_and_code_2(run, shown, arguments, message):

@@ -73,6 +73,76 @@ def test_a_model_no_better_than_guessing_is_bad(tmp_path):
         assert "guessing 3.912" in one.found
 
 
+def evaluated(folder, *losses, vocabulary=50, steps=20, events=()):
+    """A run of 20 steps with these evaluations; one that is alone is of the last step."""
+    start, *lines = runs.history(steps)
+    lines = [line for line in lines if line["kind"] not in ("eval", "end")]
+    at = [steps * n // max(1, len(losses) - 1) for n in range(len(losses))]
+    at = at if len(losses) > 1 else [steps]
+    lines += [runs.eval_line(step, loss=loss) for step, loss in zip(at, losses, strict=True)]
+    whole = [start | {"vocabulary": vocabulary, "steps": steps}, *lines, *events]
+    return tables(folder, whole, runs.status(step=steps))
+
+
+WORSE = "worse than guessing (3.912)"
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([9.0, 5.0], f"Finished. Held-out loss went from 9.000 to 5.000, {WORSE}."),
+        ([9.0, 5.0, 4.0], f"Finished. Held-out loss went from 9.000 to 4.000, {WORSE}."),
+        (
+            [9.0, 3.0, 4.0],
+            f"Finished. Held-out loss went from 9.000 to 4.000, {WORSE}; its best was 3.000.",
+        ),
+        ([4.5], f"Finished. Held-out loss is 4.500, {WORSE}."),
+        ([9.0, 3.9], "Finished. Held-out loss fell from 9.000 to 3.900 and is still falling."),
+    ],
+)
+def test_b_9_a_loss_worse_than_guessing_is_the_headline_wherever_there_is_one(
+    tmp_path, losses, said
+):
+    found = evaluated(tmp_path / "a", *losses)
+    bad = check(found, "held-out loss").mark == verdict.BAD
+    assert bad == ("guessing" in said) == ("worse than guessing" in one_of(found))
+    assert verdict.sentence(found) == said
+    assert said in repr(open_run(tmp_path / "a"))
+    block = [line for line in end_block(found) if line.startswith("wrong")]
+    assert block == [f"wrong      {said.removeprefix('Finished. ')}"] * bad
+    page = render([found, evaluated(tmp_path / "b", 9.0, 3.0)])
+    assert (f"a: {said.removeprefix('Finished. ')}" in page) == bad
+
+
+def one_of(found):
+    return check(found, "held-out loss").found
+
+
+def test_b_9_every_bad_check_is_in_the_headline(tmp_path):
+    events = [runs.event_line(step, "update_skipped") for step in (3, 4)]
+    found = evaluated(tmp_path, 9.0, 3.0, events=events)
+    assert check(found, "skipped updates").mark == verdict.BAD
+    skipped = "2 updates of 20 steps were skipped, as loss or gradient was not finite."
+    assert verdict.sentence(found) == f"Finished. {skipped}"
+    found = evaluated(tmp_path, 9.0, 5.0, events=events)
+    assert verdict.sentence(found).endswith(f"{WORSE}. {skipped}")
+    for one in verdict.checks(found):  # the state of a failed run is the headline already
+        assert one.mark != verdict.BAD or one.said
+
+
+def test_a_loss_that_did_not_fall_is_not_marked_as_good(tmp_path):
+    assert check(evaluated(tmp_path / "a", 3.0, 3.01), "held-out loss").mark == verdict.LOOK
+    assert check(evaluated(tmp_path / "b", 3.0, 3.0), "held-out loss").mark == verdict.LOOK
+
+
+def test_before_the_first_step_a_loss_is_no_result(tmp_path):
+    start = runs.start_line(0) | {"vocabulary": 50}
+    found = tables(tmp_path, [start, runs.eval_line(0, loss=4.0)], runs.status("running", step=0))
+    one = check(found, "held-out loss")
+    assert (one.mark, one.found) == (verdict.LOOK, "4.000, guessing 3.912")
+    assert verdict.sentence(found).endswith("No step has been recorded yet.")
+
+
 def test_redone_steps_are_named_and_the_goodput_is_that_of_the_record(tmp_path, monkeypatch):
     lines = runs.interrupted_history()
     found = tables(tmp_path, lines)

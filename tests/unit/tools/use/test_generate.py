@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmtrain import generate
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents
+from llmtrain.tools.use import generate as tool
 from llmtrain.tools.use.generate import Sampling, converse
 
 PROMPT = "Article 7\nstones lie"
@@ -109,8 +110,6 @@ def test_an_answer_ends_at_the_end_of_the_turn(chat):
 @pytest.fixture
 def asked(monkeypatch):
     """Gives the messages of a conversation; returns the ids before each answer, and the answers."""
-    from llmtrain.tools.use import generate as tool
-
     seen = []
     real = tool._write
 
@@ -135,6 +134,46 @@ def test_a_conversation_holds_what_was_said_before(chat, asked):
     tokenizer = AutoTokenizer.from_pretrained(directory)
     turns = chats.talk("one", "ee", "two")
     assert second == tokenizer.apply_chat_template(turns, add_generation_prompt=True).input_ids
+
+
+@pytest.mark.parametrize("most", [2, 40])
+def test_a_full_conversation_leaves_out_its_oldest_messages(chat, asked, most, monkeypatch):
+    directory = ended(chat, 16, "e")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    messages, forgotten, ids = [f"{n} stones lie" for n in range(5)], [], []
+    real = tool.complete
+
+    def complete(opened, rows, *rest):
+        ids.extend(rows)
+        return real(opened, rows, *rest)
+
+    monkeypatch.setattr(tool, "complete", complete)
+    sampling = Sampling(max_new_tokens=most)
+    answers = list(converse(directory, messages, sampling, print, forgotten.append))
+    turns = []
+    for message, answer, given in zip(messages, answers, ids, strict=True):
+        turns.append({"role": "user", "content": message})
+        whole = [
+            tokenizer.apply_chat_template(turns[n:], add_generation_prompt=True).input_ids
+            for n in range(0, len(turns), 2)
+        ]
+        fits = [one for one in whole if len(one) <= 64 - min(most, 16)]
+        assert given == fits[0]  # as many of the last messages as leave room
+        assert answer.tokens == min(most, 64 - len(given))
+        turns.append({"role": "assistant", "content": answer.text})
+    assert forgotten
+    assert all(count % 2 == 0 for count in forgotten)
+
+
+def test_a_message_that_cannot_be_answered_is_as_if_it_had_not_been_said(chat, asked):
+    directory, refused = ended(chat, 20, "e"), []
+    said = ["one", "x " * 300, "\udcff", "two"]
+    sampling = Sampling(max_new_tokens=2)
+    answers = list(converse(directory, said, sampling, print, refused=refused.append))
+    assert [one.prompt for one in answers] == ["one", "two"]
+    assert [error.problems[0].key for error in refused] == ["PROMPT", "message 3"]
+    with pytest.raises(UserError, match="the model's positions"):
+        list(converse(directory, said, sampling, print))
 
 
 # As templates of some models: a text that a variable decides, an empty block before each answer.
