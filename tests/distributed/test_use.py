@@ -22,7 +22,7 @@ from helpers import bases, chats, corpus, used
 from helpers.ranks import PATIENCE_SECONDS, ROOT, Server
 from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.errors import harmless
 from llmtrain.tools.use.generate import Sampling, converse
@@ -146,6 +146,23 @@ def test_b_8_a_base_as_a_full_run_is_the_line_of_its_step_0_to_the_last_digit(
     server: Server, base: Path, tuned: Path, tmp_path: Path
 ) -> None:
     check_step_0(server, base, tuned, tmp_path)
+
+
+def test_b_8_a_run_with_one_conversation_a_block_repeats_its_lines_to_the_last_digit(
+    server: Server, tmp_path: Path
+) -> None:
+    """On a CPU, torch's convolution of Mamba depends on whether its weights are trained."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    config = AutoConfig.for_model("mamba", vocab_size=bases.ENTRIES, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    base = bases.save_tokenizer(tmp_path / "base")
+    run = tune(server, tmp_path, base, "none", "fp32", 1)
+    assert json.loads((run / "manifest.json").read_text())["packing"] == "single"
+    check_step_0(server, base, run, tmp_path / "told")
+    *_, last = lines(run, "eval")
+    found = told(server, tmp_path / "told", "evaluate", run)
+    assert {key: found[key] for key in FIGURES} == {key: last[key] for key in FIGURES}
 
 
 def check_step_0(server: Server, base: Path, run: Path, folder: Path) -> None:

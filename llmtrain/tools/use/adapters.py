@@ -130,13 +130,17 @@ def inject(model: Any, directory: Path) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-def attach(model: Any, directory: Path) -> None:
-    """Put an adapter's layers into a model, with their weights in fp32. Raises as `inject` does."""
+def attach(model: Any, directory: Path) -> set[str]:
+    """Put an adapter's layers into a model, with their weights in fp32. Raises as `inject` does.
+
+    Returns the names of its parameters in the model.
+    """
     found = inject(model, directory)
     stored = tensors.Stored.of(directory, WEIGHTS)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values = {names[id(found[name])]: stored.read(name).float() for name in found}
     model.load_state_dict(values, strict=False, assign=True)
+    return set(values)
 
 
 def _lora_config(directory: Path) -> Any:

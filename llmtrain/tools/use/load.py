@@ -64,7 +64,9 @@ def open_model(
     """Load a model and its tokenizer.
 
     precision: bf16 = hold a model below adapters in bf16, as a run with that precision does
-    seq_len: positions of a block, to use the attention that a run uses; None = transformers' own
+    seq_len: positions of a block, to compute as a run does: with its attention, and the weights
+        that it trains marked as trained, since torch chooses kernels by that, too. None = with
+        transformers' own attention and no trained weights
     small: on a GPU, hold the weights in the dtype of the files; otherwise they are fp32
     seen: the run with whose tokenizer, rows and adapters the model is loaded; None = its own
 
@@ -81,7 +83,8 @@ def open_model(
         if seen is not None:
             as_run.check_positions(target, seen, config)
             set_rows(config, tokenizers.length_of(tokenizer), seen.config.model.pad_vocab_to)
-        model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
+        asked = ModelConfig(freeze=seen.config.model.freeze if seen else _frozen(target))
+        model: Any = build.build(config, asked, Base(str(base), None, None))
     if tokenizer.eos_token_id is None:
         raise UserError(Problem(KEY, target.given, "a tokenizer with an end-of-text token"))
     if seq_len is not None:
@@ -92,7 +95,14 @@ def open_model(
         as_run.attach_adapters(model, base, seen)
     if small and device.type == "cuda" and stored is not None:
         hold_base(model, stored, trained=True)
-    return Opened(target, model.eval().requires_grad_(False).to(device), tokenizer, device)
+    if seq_len is None:
+        model.requires_grad_(False)
+    return Opened(target, model.eval().to(device), tokenizer, device)
+
+
+def _frozen(target: Target) -> tuple[str, ...]:
+    """Return what `model.freeze` was in the run of a checkpoint; nothing for any other model."""
+    return tuple((target.state.get("config") or {}).get("model.freeze") or ())
 
 
 def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> Any:
@@ -107,7 +117,9 @@ def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> A
         four_bits.round_layers(model, target.state)
     if precision == "bf16":
         hold_base(model, torch.bfloat16, trained=True)
-    adapters.attach(model, target.directory)
+    trained = adapters.attach(model, target.directory)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
     if (target.directory / "generation_config.json").is_file():  # with the end of a turn
         model.generation_config = GenerationConfig.from_pretrained(target.directory)
     return model
