@@ -28,6 +28,7 @@ from llmtrain import durable
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
 from llmtrain.data.chat.template import Tools
 from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.model import rope
 from llmtrain.tools.use.generate import (
     ChatIds,
     Sampling,
@@ -264,12 +265,13 @@ def find_kind(opened: Opened, rows: Sequence[Sequence[int]]) -> Kind:
     rows: ids of all prompts
     """
     short, long = min(rows, key=len), max(rows, key=len)
-    config = opened.model.config.get_text_config()
+    vocabulary = opened.model.config.get_text_config().vocab_size
     if len(rows) == 1:
         return "alone"
-    if not _depends_on_longest(config) and _are_as_alone(opened, [short, long]):
+    # Frequencies of a rope may change with the longest row, also once it is longer than a prompt.
+    if rope.change(opened.model) is None and _are_as_alone(opened, [short, long]):
         return "padded"
-    other = [(id + 1) % config.vocab_size for id in short]
+    other = [(id + 1) % vocabulary for id in short]
     return "equal" if _are_as_alone(opened, [short, other]) else "alone"
 
 
@@ -283,12 +285,6 @@ def _are_as_alone(opened: Opened, rows: Sequence[Sequence[int]]) -> bool:
         float((one - other).abs().max()) <= bound * float(other.abs().max())
         for one, other in zip(together, alone, strict=True)
     )
-
-
-def _depends_on_longest(config: Any) -> bool:
-    """Whether the frequencies of a model's rope depend on the largest position of a batch."""
-    parameters = json.dumps(getattr(config, "rope_parameters", None) or {}, default=str)
-    return "longrope" in parameters or "dynamic" in parameters
 
 
 def _logits(opened: Opened, rows: Sequence[Sequence[int]], count: int) -> list[torch.Tensor]:
