@@ -73,7 +73,11 @@ def test_without_a_plan_there_is_no_difference(tmp_path, caplog, monkeypatch, de
 
 
 @pytest.mark.parametrize(
-    ("at_peak", "share"), [(lambda tokens: tokens / 5120, 0.25), (lambda tokens: None, None)]
+    ("at_peak", "share"),
+    [
+        (lambda trained, real: (trained + 3 * real) / 16640, 0.25),
+        (lambda trained, real: None, None),
+    ],
 )
 def test_a_line_says_which_share_of_the_peak_a_step_reached_where_it_is_known(
     tmp_path, at_peak, share
@@ -81,7 +85,7 @@ def test_a_line_says_which_share_of_the_peak_a_step_reached_where_it_is_known(
     due: Any = SimpleNamespace(first=0, line=lambda step: True)
     with closing(Journal(tmp_path, 0)) as journal:
         log = RunLog(journal, due, torch.device("cpu"), None, None, 0, at_peak)
-        log.training(runs.numbers(2, seconds=0.4, step_tokens=512))
+        log.training(runs.numbers(2, seconds=0.4, step_tokens=128, real_tokens=512))
         journal.sync()
     (line,) = lines(tmp_path, "train")
     assert line["mfu"] == (None if share is None else pytest.approx(share))
