@@ -27,9 +27,12 @@ def write(given: Sequence[str], base: str | None, recipe: str | None, out: Path 
             raise UserError(Problem("--recipe", recipe, expected))
         print(write_recipe(recipe, out))
         return
-    if not data:
+    if not all(map(str.strip, data or [""])):
         expected = "files, folders or Hub ids to train on"
         raise UserError(Problem("DATA", None, expected, "llmtrain init chat.jsonl --from BASE"))
+    if base is not None and not base.strip():
+        expected = "a directory, a run, or a model of the Hub"
+        raise UserError(Problem("--from", base, expected, "leave it out for a new model"))
     from llmtrain.tools.init import write_config
 
     path = write_config(data, base, out, overrides)

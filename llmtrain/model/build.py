@@ -295,7 +295,12 @@ def _causal(model_type: str, key: str) -> None:
 
 
 def _size_problems(config: Any, tokens: SpecialTokens, seq_len: int) -> Iterator[Problem]:
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # such as a decoder of music beside an encoder of texts
+        expected = f"an architecture with one model of texts ({first_line(error)})"
+        yield Problem("model.config.model_type", config.model_type, expected)
+        return
     if text.vocab_size < tokens.length:
         expected = f"at least the tokenizer's {tokens.length:,} entries"
         remedy = f"{tokens.length}, or leave it out; or another model.tokenizer"

@@ -107,6 +107,7 @@ def write_config(
 
     path = out or Path(f"{_name(data[0])}.yaml")
     refuse_existing(path)
+    _refuse_inside(data, path)
     asked = ModelConfig.model_validate({"from": base})
     known = None if base is None else find_base(asked)
     kind = _look_at(data)
@@ -116,7 +117,10 @@ def write_config(
 
         def loaded() -> Config:
             draft.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-            return load_config(draft, overrides)
+            try:
+                return load_config(draft, overrides)
+            except UserError as error:  # an override, for which no file is to blame
+                raise UserError(*error.problems) from None
 
         found = _inspected(tree, loaded, known)
         comments = _fit(tree, found, kind, new=known is None)
@@ -129,6 +133,21 @@ def write_config(
         load_config(draft)  # what is written is what was tried
     write_new(path, text)
     return path
+
+
+def _refuse_inside(data: Sequence[str], path: Path) -> None:
+    """Raise UserError if the config, or what its run writes, would be among the files of the data.
+
+    path: of the config; its run is in this folder
+    """
+    for one in data:
+        folder = Path(one).resolve()
+        if folder.is_dir() and any(
+            place.resolve().is_relative_to(folder) for place in (path, Path("runs"))
+        ):
+            expected = "a folder in which neither the config nor the run is written"
+            remedy = f"give the command in another folder, or name files: {one.rstrip('/')}/*.jsonl"
+            raise UserError(Problem(_KEY, one, expected, remedy))
 
 
 def _set(tree: Any, parts: Sequence[str], value: object) -> None:
@@ -163,8 +182,9 @@ def _source(path: str, reader: Reader) -> tuple[dict[str, Any], bool, int]:
     try:
         resolved = resolve(SourceConfig(path=path), _KEY)
     except UserError as error:
-        try:  # pages of Markdown are documents, not lines
-            resolved = resolve(SourceConfig(path=path, document="file"), _KEY)
+        described["document"] = "file"  # pages of Markdown are documents, not lines
+        try:
+            resolved = resolve(SourceConfig(**described), _KEY)
         except UserError:
             raise error from None
     source = Source(
@@ -185,7 +205,7 @@ def _source(path: str, reader: Reader) -> tuple[dict[str, Any], bool, int]:
         return described, False, size
     kinds = [(file_format(file.name) or ("",))[0] for file in source.files]
     if all(kind in ("text", "") for kind in kinds):
-        if len(kinds) > 1 or "" in kinds:
+        if len(kinds) > 1:
             described["document"] = "file"
         return described, False, size
     if with_form(source, _KEY, reader).form is not None:
@@ -287,7 +307,7 @@ def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> 
     longest = found.lengths[-1].most if found.lengths else greatest
     if kind.chat:
         data["seq_len"] = min(greatest, max(_SHORTEST, 1 << (longest - 1).bit_length()))
-        said = f"tokens of a block; the longest conversation seen has at most {longest:,}"
+        said = f"tokens of a block; the longest document seen has at most {longest:,}"
     else:
         data["seq_len"] = min(greatest, _OF_TEXT)
         said = "tokens of a block"
@@ -296,8 +316,8 @@ def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> 
     data["heldout"] = round(min(_SHARES[1], max(_SHARES[0], share)), 3)
     comments["data.heldout"] = "share that is never trained on, and scored instead"
     tokens = sum(one.tokens for one in found.sources) * (1 - data["heldout"])
-    blocks = found.sequences if found.packing == "single" else tokens / data["seq_len"]
-    blocks = max(1.0, blocks or 0.0)
+    alone = found.packing == "single"  # then few blocks are full, whatever their length
+    blocks = found.steps_per_epoch if alone else tokens / data["seq_len"]
     few = sum(one.documents for one in found.sources) < _FEW
     epochs = _PASSES if kind.chat and few and not new else 1
     batch = 1 << max(0, math.floor(math.log2(max(1.0, blocks * epochs / _STEPS))))
@@ -347,9 +367,10 @@ def _text(tree: Mapping[str, Any], comments: Comments, path: Path, found: Inspec
     """Return the config as YAML, with a comment behind each value that was chosen."""
     documents = sum(one.documents for one in found.sources)
     tokens = sum(one.tokens for one in found.sources)
+    about = "about " if any(one.estimated for one in found.sources) else ""
     command = shlex.quote(harmless(str(path)))
     lines = [
-        f"# {documents:,} documents of {tokens:,} tokens, packing {found.packing}.",
+        f"# {about}{documents:,} documents of {tokens:,} tokens, packing {found.packing}.",
         "#",
         f"#   llmtrain data inspect {command}",
         f"#   llmtrain train {command}",
@@ -373,7 +394,9 @@ def _flow(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}" if value >= 1e-3 else f"{value:.1e}"
     return (
-        yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+        yaml.safe_dump(
+            value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
+        )
         .split("\n...")[0]
         .strip()
     )

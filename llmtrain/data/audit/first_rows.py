@@ -45,7 +45,9 @@ def check_first_rows(survey: Survey, encoder: Encoder) -> list[Encoded]:
     for k, source in enumerate(survey.sources):
         if source.form is not None:
             rows = list(islice(_rows(source, survey.settings.seed, reader, encoder), FIRST))
-            problems += _problems(source, f"data.sources.{k}", rows, reader)
+            problems += _problems(
+                source, f"data.sources.{k}", rows, reader, survey.settings.data.seq_len
+            )
             found += [one.encoded for one in rows if one.encoded.trained is not None]
     raise_any(problems)
     return found
@@ -103,9 +105,18 @@ def _rows(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Iterat
             yield _Row(u, row, encoder.documents(source, [text])[0])
 
 
-def _problems(source: Source, key: str, rows: list[_Row], reader: Reader) -> Iterator[Problem]:
+def _problems(
+    source: Source, key: str, rows: list[_Row], reader: Reader, seq_len: int
+) -> Iterator[Problem]:
     good = [one for one in rows if one.encoded.bad is None]
     if good and all(one.encoded.trained is None for one in good):
+        if any(not one.encoded.counts.get("untrained") for one in good):
+            expected = (
+                f"room for a prompt and the beginning of its answer, which none of the first "
+                f"{len(rows)} rows of {source.label} has"
+            )
+            yield Problem("data.seq_len", seq_len, expected, "longer blocks")
+            return
         expected = f"a turn of the assistant to train on in the first {len(rows)} rows"
         remedy = "look at them: llmtrain data inspect; see chat.train_turns and the keys `train`"
         yield Problem(key, source.path, expected, remedy)

@@ -188,6 +188,8 @@ def test_an_existing_file_is_never_replaced(
     ("words", "said"),
     [
         (("--from", "base"), "DATA"),
+        ((" ",), "DATA"),
+        (("chat.jsonl", "--from", ""), "--from = "),
         (("--recipe", "chat_lora", "chat.jsonl"), "--recipe = chat_lora"),
         (("--recipe", "chat_lora", "--from", "base"), "--recipe = chat_lora"),
     ],
@@ -197,3 +199,34 @@ def test_data_and_recipes_do_not_mix(
 ) -> None:
     assert init(*words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_config_or_run_among_the_files_of_the_data_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brought.FORMS["messages"](tmp_path)
+    assert init(tmp_path) == 2
+    assert "a folder in which neither the config nor the run is written" in capsys.readouterr().err
+    assert list(tmp_path.glob("*.yaml")) == []
+
+
+def test_a_wrong_value_is_refused_without_the_name_of_a_file_that_nobody_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(brought.FORMS["messages"](tmp_path), "training.epochs=many") == 2
+    error = capsys.readouterr().err
+    assert 'training.epochs = "many"' in error
+    assert "draft" not in error
+
+
+def test_names_are_written_as_a_person_reads_them(tmp_path: Path) -> None:
+    rows = brought.FORMS["csv"](tmp_path).rename(tmp_path / "thời tiết.csv")
+    path = write_config([rows.name], out=tmp_path / "mine.yaml")
+    assert "path: thời tiết.csv" in path.read_text(encoding="utf-8")
+    assert load_config(path).data.sources[0].path == "thời tiết.csv"
+
+
+def test_one_page_of_markdown_is_a_document(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n" + "The river flows past the hills. " * 200, encoding="utf-8")
+    assert load_config(write_config([str(page)])).data.sources[0].document == "file"

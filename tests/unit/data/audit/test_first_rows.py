@@ -128,3 +128,10 @@ def test_one_good_row_is_enough_where_bad_ones_are_skipped(check, refused):
     bad = {"messages": chats.talk("Hi?", "")}
     assert check([bad, *rows_of(1), bad], bad_rows="skip")[0].counts["sequences"] == 1
     assert len(refused([bad, bad], bad_rows="skip")) == 1
+
+
+def test_blocks_that_no_answer_begins_in_are_told_apart_from_rows_without_one(refused):
+    (problem,) = refused(rows_of(4, "Yes. " * 30), seq_len=8, too_long="truncate")
+    assert (problem.key, problem.value, problem.remedy) == ("data.seq_len", 8, "longer blocks")
+    (problem,) = refused([{"messages": chats.talk("Hi?")} for _ in range(4)], seq_len=8)
+    assert problem.key == "data.sources.0"
