@@ -96,7 +96,7 @@ def train(case: Case, output: Path) -> None:
     run = run_of(case, launched, sent)
     for step in range(STEPS):
         world = launched.ranks.world_size
-        vocabulary = run.built.bare.config.vocab_size
+        vocabulary = run.built.loss.config.vocab_size
         update(run, share(step, launched.ranks.rank, world, vocabulary), min(1.0, (step + 1) / 5))
     if launched.ranks.rank == 0:
         output.write_text(json.dumps({"case": asdict(case), "steps": sent}))
@@ -107,13 +107,14 @@ def run_of(case: Case, launched: Launched, sent: list[tuple[float, float]]) -> A
     """What `update` asks of a run."""
     bare = model_of(case)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=3e-3))
-    prepared = launched.engine.prepare(LossModule(bare), bare, optimizer)
+    loss = LossModule(bare)
+    prepared = launched.engine.prepare(loss, bare, optimizer)
     launched.engine.create_state()
 
     def send(sums: StepVector, norm: torch.Tensor) -> None:
         sent.append((float(sums["loss_sum"] / sums.tokens), float(norm)))
 
-    manifest = SimpleNamespace(always_full=False, labels=("all",))
+    manifest = SimpleNamespace(always_full=False, labels=("all",), packing="concat")
     micro_batch_size = ROWS // launched.ranks.world_size // case.micro
     return SimpleNamespace(
         ranks=launched.ranks,
@@ -121,7 +122,7 @@ def run_of(case: Case, launched: Launched, sent: list[tuple[float, float]]) -> A
         engine=launched.engine,
         model=prepared,
         data=SimpleNamespace(manifest=manifest),
-        built=SimpleNamespace(bare=bare, micro_batch_size=micro_batch_size, compiled="off"),
+        built=SimpleNamespace(loss=loss, micro_batch_size=micro_batch_size),
         max_grad_norm=1.0,
         feed=SimpleNamespace(error=None),
         signals=SimpleNamespace(reason=None),

@@ -173,7 +173,7 @@ CASES = {
     ),
     "conversations cut anywhere": (
         chat_lora(rows_of(20), "data", packing="concat"),
-        ["data.packing = concat", "bestfit or auto"],
+        ["data.packing = concat", "bestfit, single or auto"],
     ),
     "a prompt that a user cannot write": (
         both(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,8 @@ def test_a_launch_file_is_rehearsed_on_cpus(name: str, tmp_path: Path) -> None:
     for folder in ("configs", "accelerate_configs", "scripts"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     line = f"{COMMANDS[name]} training.steps=2 evaluation.prompts=[]"
-    ended = run(["bash", "-c", line], tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = run(["bash", "-c", line], tmp_path, PATH=path)
     assert ended.returncode == 0, ended.stderr
     run_dir = tmp_path / "runs" / f"cpu_{name}"
     assert status(run_dir)["state"] == "finished"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.model.attention import backend
 from llmtrain.model.head import Head, examine
 from llmtrain.model.loss import LossModule
 from llmtrain.types import Flags, StepVector
@@ -46,6 +47,7 @@ def run_of(
             loss=next(part for part in prepared.modules() if isinstance(part, LossModule)),
             micro_batch_size=micro_batch_size,
             compiled="off",
+            hiding=backend(bare) if isinstance(bare, PreTrainedModel) else None,
         ),
         max_grad_norm=max_grad_norm,
         feed=SimpleNamespace(error=None),
