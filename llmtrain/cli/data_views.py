@@ -32,7 +32,7 @@ def inspection(found: Inspection) -> Iterator[str]:
     cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
     yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
     if found.few_steps is not None:
-        first, *rest = wrap(found.few_steps, WIDTH - 10)
+        first, *rest = wrap(str(found.few_steps), WIDTH - 10)
         yield f"note      {first}"
         yield from (f"          {line}" for line in rest)
     if found.sequences is not None:

@@ -224,7 +224,7 @@ def _steps(tables: Tables) -> Check:
     if detail := few[-1].get("detail") if few else None:
         mark = LOOK if mark == GOOD else mark
         said += f"; few: {short(detail['tokens'])} trained tokens"
-        said += f", try {clip(detail['remedy'], 80)}" if detail["remedy"] else ""
+        said += f", try {clip(detail['remedy'], 80)}"
     return Check(mark, "steps", said)
 
 

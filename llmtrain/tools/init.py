@@ -124,6 +124,7 @@ def write_config(
 
         found = _inspected(tree, loaded, known)
         comments = _fit(tree, found, kind, new=known is None)
+        _add_passes(tree, comments, loaded)
         _choose_weights(tree, comments, loaded)
         for key, value in (one.split("=", 1) for one in overrides):
             _set(tree, key.split("."), yaml.safe_load(value))
@@ -326,7 +327,7 @@ def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> 
     comments["training.epochs"] = "passes over the data"
     if needed > epochs:
         epochs = needed
-        comments["training.epochs"] += f"; there is little of it, so {epochs} for {FEW_STEPS} steps"
+        _say_passes(comments, epochs)
     training |= {"epochs": epochs, "global_batch_size": batch}
     steps = max(1, round(blocks * epochs / batch))
     comments["training.global_batch_size"] = f"blocks of a step; about {steps:,} steps in all"
@@ -335,6 +336,25 @@ def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> 
     tree["evaluation"] = {"every_steps": max(5, steps // 10)}
     tree["checkpoint"] = {"every_steps": max(10, steps // 5)}
     return comments
+
+
+def _add_passes(tree: dict[str, Any], comments: Comments, loaded: Callable[[], Config]) -> None:
+    """Add passes if a run of few documents has few steps all the same.
+
+    Which documents are held out is known only now. What is asked for is left as it is.
+    """
+    training, config = tree["training"], loaded().training
+    chosen = {key: getattr(config, key) for key in ("epochs", "global_batch_size")}
+    if training["global_batch_size"] > _BATCHES[0] or chosen != training:
+        return
+    if few := look(loaded(), blocks=0).few_steps:
+        training["epochs"] = int(few.remedy.removeprefix("training.epochs="))
+        _say_passes(comments, training["epochs"])
+
+
+def _say_passes(comments: Comments, epochs: int) -> None:
+    said = f"passes over the data; there is little of it, so {epochs} for {FEW_STEPS} steps"
+    comments["training.epochs"] = said
 
 
 def _choose_weights(tree: dict[str, Any], comments: Comments, loaded: Callable[[], Config]) -> None:

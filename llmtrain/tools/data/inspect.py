@@ -30,7 +30,7 @@ from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import aside_unless_other
 from llmtrain.training.start.base import find_base
-from llmtrain.training.start.data import few_steps
+from llmtrain.training.start.data import FewSteps, few_steps
 from llmtrain.training.start.prepare import load_manifest, prepare
 from llmtrain.types import NOT_TRAINED
 
@@ -130,7 +130,7 @@ class Inspection:
     straddles: int | None = None
     rejected: Mapping[str, int] | None = None
     rewriting: float | None = None
-    few_steps: str | None = None
+    few_steps: FewSteps | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -197,7 +197,7 @@ def _inspection(
         steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
         lengths=_buckets(found),
         estimated=_estimates(manifest, found, once),
-        few_steps=str(few) if (few := few_steps(config.training, asdict(once))) else None,
+        few_steps=few_steps(config.training, asdict(once), manifest),
         **_chat(found),
         **packed,
     )

@@ -118,9 +118,7 @@ def _warn_of_few_steps(run: Run) -> None:
     training, counted = run.config.training, run.processes.auto.run.get("epoch")
     if training.epochs is None or counted is None:
         return
-    unit = run.ranks.world_size
-    unit *= 1 if training.micro_batch_size == "auto" else training.micro_batch_size
-    if found := few_steps(training, counted, unit):
+    if found := few_steps(training, counted, run.data.manifest, run.ranks.world_size):
         _log.warning("%s", found)
         run.journal.write("event", run.first_step, event="few_steps", detail=asdict(found))
 

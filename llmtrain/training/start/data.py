@@ -144,7 +144,7 @@ class FewSteps:
     """A run whose epochs are few steps.
 
     tokens: that are trained in all
-    remedy: what to set for more steps; "" = nothing more can be done
+    remedy: what to set for 50 steps or more
     """
 
     steps: int
@@ -152,30 +152,50 @@ class FewSteps:
     remedy: str
 
     def __str__(self) -> str:
-        said = f"this run is {self.steps} steps and {self.tokens:,} trained tokens"
-        return f"{said}; try {self.remedy}" if self.remedy else said
+        return (
+            f"this run is {self.steps} steps and {self.tokens:,} trained tokens; try {self.remedy}"
+        )
 
 
 def few_steps(
-    training: TrainingConfig, counted: Mapping[str, Any], unit: int = 1
+    training: TrainingConfig,
+    counted: Mapping[str, Any],
+    manifest: Manifest,
+    processes: int = 1,
 ) -> FewSteps | None:
     """Return what is known of a run whose epochs are few steps; None for every other run.
 
     counted: the fields of `Epoch`
-    unit: what the global batch must be a multiple of
     """
     if training.epochs is None or (steps := _steps_of(training, counted)) >= FEW_STEPS:
         return None
-    blocks = _steps_of(training.model_copy(update={"global_batch_size": 1}), counted)
+    micro = training.micro_batch_size
+    unit = processes * (1 if micro == "auto" else micro)  # the global batch is a multiple of it
     least = -(-_SMALL_BATCH // unit) * unit
-    batch = min(training.global_batch_size, max(least, blocks // FEW_STEPS // unit * unit))
+    a_pass = _least_blocks(counted, manifest)
+    some = math.floor(training.epochs * a_pass / FEW_STEPS)
+    batch = min(training.global_batch_size, max(least, some // unit * unit))
     found = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
-    if blocks < FEW_STEPS * batch:
-        found.append(f"training.epochs={math.ceil(training.epochs * FEW_STEPS * batch / blocks)}")
+    needed = math.ceil(FEW_STEPS * batch / a_pass)
+    if needed > training.epochs or not found:
+        found.append(f"training.epochs={max(needed, math.floor(training.epochs) + 1)}")
     tokens = counted["tokens"] * training.epochs
     if (trained := counted.get("trained")) is not None:
         tokens = trained * min(1.0, training.epochs / counted["passes"])
     return FewSteps(steps, round(tokens), " ".join(found))
+
+
+def _least_blocks(counted: Mapping[str, Any], manifest: Manifest) -> float:
+    """Return the least number of blocks of a pass, however many passes there are.
+
+    Documents that share blocks may fill them better with each further pass, at most up to the last
+    token: a pass over little data can be a small part of a block.
+    """
+    passes: int | None = counted.get("passes")
+    blocks: float = counted["until_end"] / passes if passes else counted["blocks"]
+    if manifest.packing == "single":
+        return blocks
+    return min(blocks, counted["tokens"] / manifest.seq_len)
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.model import attention, recompute
 from llmtrain.model.attention import NAME, OtherAttentionError, install
+from llmtrain.model.count import fake_tensors
 from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
 
@@ -122,6 +123,14 @@ def test_models_with_plain_attention_get_ours_and_others_keep_their_own(kind: st
     assert attention.backend(model) in ("sdpa", "eager")
     assert install(model, SEQ_LEN) == expected
     assert attention.backend(model) == expected
+
+
+def test_a_mask_that_reads_tensors_of_the_rows_is_tried_on_fake_ones_too() -> None:
+    fields = {**GROUPED, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    config = CONFIG_MAPPING["llama4_text"](vocab_size=VOCABULARY, pad_token_id=0, **fields)
+    with fake_tensors():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        assert install(model, SEQ_LEN, compare=False) in ("sdpa", NAME)
 
 
 def test_a_window_as_long_as_a_block_is_no_window() -> None:

@@ -83,6 +83,10 @@ def test_an_encoder_is_no_causal_language_model() -> None:
     assert "causal" in refusal({"model_type": "t5"})
 
 
+def test_a_model_with_two_models_of_texts_is_refused() -> None:
+    assert "an architecture with one model of texts" in refusal({"model_type": "musicgen"})
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
     message = refusal({**LLAMA, "vocab_size": 299})
     assert "model.config.vocab_size = 299" in message

@@ -107,6 +107,21 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
     assert (config.training.epochs, config.run.seed) == (2, 7)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_so_few_conversations_are_passed_over_until_there_are_fifty_steps(
+    tmp_path: Path, rows: int
+) -> None:
+    path = write_config([str(corpus.write_jsonl(tmp_path / "few.jsonl", chats.rows_of(rows)))])
+    assert inspect(load_config(path), blocks=0).few_steps is None
+
+
+def test_conversations_that_were_not_looked_at_have_blocks_too(tmp_path: Path) -> None:
+    path = corpus.write_jsonl(tmp_path / "many.jsonl", chats.rows_of(6_000))
+    written = write_config([str(path)], overrides=["data.packing=single"])
+    assert written.read_text().startswith("# about ")
+    assert load_config(written).training.global_batch_size >= 16
+
+
 def test_a_mixture_has_a_source_for_each_of_its_places(tmp_path: Path) -> None:
     places = [str(brought.FORMS[form](tmp_path)) for form in ("messages", "csv")]
     config = load_config(write_config(places))

@@ -17,14 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import corpus
+from helpers import bases, chats, corpus
 
 from llmtrain.agreement import Alone
 from llmtrain.config.schema import Config, RunConfig, TrainingConfig
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from llmtrain.tools.data.inspect import inspect
 from llmtrain.training.start import prepare
 from llmtrain.training.start.data import FewSteps, few_steps, open_data
 
+BESTFIT: Any = SimpleNamespace(packing="bestfit", seq_len=64)  # what is read of a manifest
 GROUP = 20  # documents of a row group
 GROUPS = {"small": 96, "large": 480}  # four units a lane, and five times as many
 
@@ -112,7 +114,7 @@ def test_ux_08_nothing_more_is_read_before_step_1_of_a_larger_source(
 
 
 @pytest.mark.parametrize(
-    ("batch", "unit", "epochs", "blocks", "steps", "remedy"),
+    ("batch", "processes", "epochs", "blocks", "steps", "remedy"),
     [
         (24, 1, 1, 4_000, 167, None),
         (24, 1, 1, 480, 20, "training.global_batch_size=9"),
@@ -124,19 +126,19 @@ def test_ux_08_nothing_more_is_read_before_step_1_of_a_larger_source(
     ],
 )
 def test_epochs_of_few_steps_are_told_with_what_gives_fifty(
-    batch: int, unit: int, epochs: float, blocks: int, steps: int, remedy: str | None
+    batch: int, processes: int, epochs: float, blocks: int, steps: int, remedy: str | None
 ) -> None:
     """blocks: of all epochs"""
     whole = math.ceil(epochs)
     counted = {
         "blocks": round(blocks / epochs),
-        "tokens": 1_000,
+        "tokens": round(64 * blocks / epochs),
         "trained": 700 * whole,
         "passes": whole,
         "until_end": round(blocks * whole / epochs),
     }
     training = TrainingConfig(epochs=epochs, global_batch_size=batch)
-    found = few_steps(training, counted, unit)
+    found = few_steps(training, counted, BESTFIT, processes)
     if remedy is None:
         assert found is None
         return
@@ -153,11 +155,38 @@ def test_epochs_of_few_steps_are_told_with_what_gives_fifty(
     )
     whole = math.ceil(epochs * other)
     more = counted | {"until_end": blocks / epochs * whole, "passes": whole}
-    assert few_steps(now, more, unit) is None
+    assert few_steps(now, more, BESTFIT, processes) is None
+
+
+def test_the_batch_that_is_told_can_be_divided_into_micro_batches() -> None:
+    training = TrainingConfig(epochs=1, global_batch_size=48, micro_batch_size=6)
+    counted = {"blocks": 480, "tokens": 64 * 480}
+    found = few_steps(training, counted, BESTFIT, 2)
+    assert found == FewSteps(10, 64 * 480, "training.global_batch_size=12 training.epochs=2")
+
+
+@pytest.mark.parametrize("packing", ["auto", "single"])
+@pytest.mark.parametrize(("rows", "epochs", "batch"), [(2, 0.3, 1), (5, 2.5, 4), (60, 1, 16)])
+def test_what_is_told_of_few_conversations_gives_fifty_steps(
+    tmp_path: Path, packing: str, rows: int, epochs: float, batch: int
+) -> None:
+    path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(rows))
+    given: dict[str, Any] = {
+        "model": {"tokenizer": "sample", "config": {"model_type": "llama", **bases.SHAPE}},
+        "data": {"sources": [{"path": str(path)}], "seq_len": 128, "packing": packing},
+        "chat": {"template": "chatml", "too_long": "split"},
+        "run": {"dir": str(tmp_path / "run")},
+        "training": {"epochs": epochs, "global_batch_size": batch},
+    }
+    told = inspect(Config.model_validate(given), blocks=0).few_steps
+    assert told is not None
+    asked = (one.removeprefix("training.").split("=") for one in told.remedy.split())
+    given["training"] |= {key: int(value) for key, value in asked}
+    assert inspect(Config.model_validate(given), blocks=0).few_steps is None
 
 
 def test_a_run_of_steps_or_without_conversations_has_no_more_to_say() -> None:
     counted = {"blocks": 100, "tokens": 6_400}
-    assert few_steps(TrainingConfig(steps=3), counted) is None
-    found = few_steps(TrainingConfig(epochs=1, global_batch_size=20), counted)
+    assert few_steps(TrainingConfig(steps=3), counted, BESTFIT) is None
+    found = few_steps(TrainingConfig(epochs=1, global_batch_size=20), counted, BESTFIT)
     assert found == FewSteps(5, 6_400, "training.global_batch_size=4 training.epochs=2")

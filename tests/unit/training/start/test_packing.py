@@ -89,6 +89,8 @@ def test_a_run_keeps_its_packing(tmp_path: Path) -> None:
 APART = ["gpt_oss", "qwen3_next", "qwen3_5_text", "falcon_h1", "bamba", "granitemoehybrid"]
 APART += ["nemotron_h", "olmo_hybrid", "kimi_linear", "mamba", "bloom", "mpt", "xglm", "minimax"]
 TOGETHER = ["llama", "gpt2", "gemma3_text", "glm4_moe", "deepseek_v3", "mixtral", "cohere2"]
+# The masks of one read tensors of the rows that are shown; the other's layers have unequal heads.
+TOGETHER += ["gemma4_unified", "dots3_note_text"]
 
 
 @pytest.mark.parametrize("kind", APART + TOGETHER)
@@ -103,7 +105,7 @@ def test_padding_behind_a_document_changes_nothing_in_it(kind: str) -> None:
         torch.manual_seed(0)
         model = small_model(CONFIG_MAPPING[kind]())
         assert model is not None
-        assert sum(p.numel() for p in model.parameters()) < 60_000_000
+        assert sum(p.numel() for p in model.parameters()) < 70_000_000
         attention.install(model, 32)
         check_padding(model.eval(), bare_forward(model, CPU, "fp32"), CPU, "fp32", 32)
 
