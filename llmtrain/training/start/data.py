@@ -195,7 +195,7 @@ def _least_blocks(counted: Mapping[str, Any], manifest: Manifest) -> float:
     blocks: float = counted["until_end"] / passes if passes else counted["blocks"]
     if manifest.packing == "single":
         return blocks
-    return min(blocks, counted["tokens"] / manifest.seq_len)
+    return min(blocks, float(counted["tokens"]) / manifest.seq_len)
 
 
 def _refuse_shorter(config: Config, found: Found | None) -> None:
