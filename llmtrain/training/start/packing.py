@@ -33,7 +33,7 @@ _MOST_PARAMETERS = 400_000_000  # of a model that is tried: 1.6 GB
 _FACTORS = (16, 8, 4, 2, 1)  # by which widths are divided; not every config can be built smaller
 _NARROWEST = 64  # hidden size that is not divided
 _SPREAD = 3.0  # larger weights than a fresh model's, which let little through from token to token
-_WIDTH = re.compile(r"(_size|_dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
+_WIDTH = re.compile(r"(_size|dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
 _NO_WIDTH = re.compile(r"vocab|chunk|block|window|kernel|conv|num_")
 _known: dict[str, str] = {}  # what `why_apart` has found, by all that it depends on
 

@@ -88,6 +88,7 @@ def test_a_run_keeps_its_packing(tmp_path: Path) -> None:
 # The sizes of real models, of which small ones are built. Those of the second group hide documents.
 APART = ["gpt_oss", "qwen3_next", "qwen3_5_text", "falcon_h1", "bamba", "granitemoehybrid"]
 APART += ["nemotron_h", "olmo_hybrid", "kimi_linear", "mamba", "bloom", "mpt", "xglm", "minimax"]
+APART += ["zamba2"]
 TOGETHER = ["llama", "gpt2", "gemma3_text", "glm4_moe", "deepseek_v3", "mixtral", "cohere2"]
 # The masks of one read tensors of the rows that are shown; the other's layers have unequal heads.
 TOGETHER += ["gemma4_unified", "dots3_note_text"]
