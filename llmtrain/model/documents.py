@@ -37,7 +37,7 @@ from llmtrain.model.attention import NAME
 from llmtrain.types import NOT_TRAINED
 
 JOINED = "joined"  # in place of an attention's name: borders for all kernels, rows end to end
-_STEP = 64  # positions: kernels are no slower for a row rounded up to it
+STEP = 64  # positions: kernels are no slower for a row rounded up to it
 
 
 def document_tensors(
@@ -56,9 +56,9 @@ def document_tensors(
 
     The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
     (n + 1,) int32, and max_length. For `JOINED` it has these too, position_ids as (1, B·T), and
-    seq_idx, (1, B·T) int32, the number of each position's document. A compiled model
-    gets cu_seq_lens with empty documents at the end, so that few lengths occur. Copies to CUDA do
-    not wait for the device.
+    seq_idx, (1, B·T) int32, the number of each position's document. A compiled model gets
+    cu_seq_lens with empty documents at the end, so that few lengths occur. Copies to CUDA do not
+    wait for the device.
     """
     total = len(starts) * seq_len
     # The documents of the rows joined end to end.
@@ -88,7 +88,7 @@ def needed(labels: np.ndarray, *, compiled: bool = False) -> int:
     """
     (columns,) = np.nonzero((labels != NOT_TRAINED).any(axis=0))
     last = int(columns[-1]) + 1 if len(columns) else 1
-    up = _power_of_two(max(last, _STEP)) if compiled else -(-last // _STEP) * _STEP
+    up = _power_of_two(max(last, STEP)) if compiled else -(-last // STEP) * STEP
     return min(up, int(labels.shape[1]))
 
 

@@ -26,11 +26,11 @@ from llmtrain.agreement import agreed
 from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, first_line
 from llmtrain.model import rope
 from llmtrain.model.attention import backend, model_keywords
 from llmtrain.model.compile import uncompiled
-from llmtrain.model.documents import JOINED, document_tensors
+from llmtrain.model.documents import JOINED, STEP, document_tensors
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training.run.rng import leaving_no_trace
 
@@ -247,6 +247,7 @@ def check_padding(
         positions[0, real:], positions[1] = 0, positions[1] + seq_len - size
         placed["position_ids"] = positions
     with leaving_no_trace(model, device):
+        _refuse_one_length(model, forward, made_up_batch(1, min(STEP, seq_len), vocabulary, device))
         padded, changed = (forward(rows, **placed)[0, :real] for rows in (ids, others))
         alone = forward(ids[:1, :real])[0]
     most = float(alone.abs().max())
@@ -260,3 +261,19 @@ def check_padding(
         _refuse_length(model, seq_len, found)
         expected = f"a model that does not see padding behind a document: {found}"
         raise UserError(Problem("data.packing", "single", expected, "another model"))
+
+
+def _refuse_one_length(model: PreTrainedModel, forward: Forward, ids: Tensor) -> None:
+    """Raise UserError for a model that trains on rows of one length alone, as Reformer does.
+
+    ids: the shortest row that a micro-batch is cut to
+    """
+    training = model.training
+    model.train()
+    try:
+        forward(ids)
+    except (IndexError, RuntimeError, ValueError) as error:
+        expected = f"a model that trains on rows of any length: {first_line(error)}"
+        raise UserError(Problem("data.packing", "single", expected, "another model")) from error
+    finally:
+        model.train(training)

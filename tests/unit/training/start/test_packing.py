@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import chats, corpus
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.config.schema import Config
@@ -124,3 +125,21 @@ def test_a_model_that_sees_padding_is_refused() -> None:
     with torch.no_grad(), pytest.raises(UserError, match="does not see padding") as caught:
         check_padding(model.eval(), forward, CPU, "fp32", 32)
     assert caught.value.problems[0].key == "data.packing"
+
+
+def test_a_model_that_trains_on_rows_of_one_length_is_refused() -> None:
+    config = CONFIG_MAPPING["reformer"](
+        is_decoder=True,
+        attn_layers=["local"],
+        hidden_size=32,
+        attention_head_size=16,
+        num_attention_heads=2,
+        axial_pos_shape=[16, 8],
+        axial_pos_embds_dim=[16, 16],
+        local_attn_chunk_length=32,
+        max_position_embeddings=128,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad(), pytest.raises(UserError, match="rows of any length: If training"):
+        check_padding(model, bare_forward(model, CPU, "fp32"), CPU, "fp32", 128)
+    assert not model.training
