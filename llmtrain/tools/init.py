@@ -343,12 +343,12 @@ def _add_passes(tree: dict[str, Any], comments: Comments, loaded: Callable[[], C
 
     Which documents are held out is known only now. What is asked for is left as it is.
     """
-    training, config = tree["training"], loaded().training
-    chosen = {key: getattr(config, key) for key in ("epochs", "global_batch_size")}
+    training, config = tree["training"], loaded()
+    chosen = {key: getattr(config.training, key) for key in ("epochs", "global_batch_size")}
     if training["global_batch_size"] > _BATCHES[0] or chosen != training:
         return
-    if few := look(loaded(), blocks=0).few_steps:
-        training["epochs"] = int(few.remedy.removeprefix("training.epochs="))
+    if few := look(config, blocks=0).few_steps:
+        training["epochs"] = round(few.epochs)
         _say_passes(comments, training["epochs"])
 
 

@@ -144,11 +144,13 @@ class FewSteps:
     """A run whose epochs are few steps.
 
     tokens: that are trained in all
-    remedy: what to set for 50 steps or more
+    epochs: with which, and the batch of `remedy`, it has 50 or more
+    remedy: what to set for that
     """
 
     steps: int
     tokens: int
+    epochs: float
     remedy: str
 
     def __str__(self) -> str:
@@ -176,13 +178,14 @@ def few_steps(
     some = math.floor(training.epochs * a_pass / FEW_STEPS)
     batch = min(training.global_batch_size, max(least, some // unit * unit))
     found = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
-    needed = math.ceil(FEW_STEPS * batch / a_pass)
-    if needed > training.epochs or not found:
-        found.append(f"training.epochs={max(needed, math.floor(training.epochs) + 1)}")
+    epochs, needed = training.epochs, math.ceil(FEW_STEPS * batch / a_pass)
+    if needed > epochs or not found:
+        epochs = max(needed, math.floor(epochs) + 1)
+        found.append(f"training.epochs={epochs}")
     tokens = counted["tokens"] * training.epochs
     if (trained := counted.get("trained")) is not None:
         tokens = trained * min(1.0, training.epochs / counted["passes"])
-    return FewSteps(steps, round(tokens), " ".join(found))
+    return FewSteps(steps, round(tokens), epochs, " ".join(found))
 
 
 def _least_blocks(counted: Mapping[str, Any], manifest: Manifest) -> float:

@@ -142,7 +142,10 @@ def test_epochs_of_few_steps_are_told_with_what_gives_fifty(
     if remedy is None:
         assert found is None
         return
-    assert found == FewSteps(steps, round(700 * epochs), remedy)
+    *_, asked = (
+        float(one[16:]) for one in (f"training.epochs={epochs}", *remedy.split()) if "epochs" in one
+    )
+    assert found == FewSteps(steps, round(700 * epochs), asked, remedy)
     assert (
         str(found) == f"this run is {steps} steps and {found.tokens:,} trained tokens; try {remedy}"
     )
@@ -162,7 +165,7 @@ def test_the_batch_that_is_told_can_be_divided_into_micro_batches() -> None:
     training = TrainingConfig(epochs=1, global_batch_size=48, micro_batch_size=6)
     counted = {"blocks": 480, "tokens": 64 * 480}
     found = few_steps(training, counted, BESTFIT, 2)
-    assert found == FewSteps(10, 64 * 480, "training.global_batch_size=12 training.epochs=2")
+    assert found == FewSteps(10, 64 * 480, 2, "training.global_batch_size=12 training.epochs=2")
 
 
 @pytest.mark.parametrize("packing", ["auto", "single"])
@@ -189,4 +192,4 @@ def test_a_run_of_steps_or_without_conversations_has_no_more_to_say() -> None:
     counted = {"blocks": 100, "tokens": 6_400}
     assert few_steps(TrainingConfig(steps=3), counted, BESTFIT) is None
     found = few_steps(TrainingConfig(epochs=1, global_batch_size=20), counted, BESTFIT)
-    assert found == FewSteps(5, 6_400, "training.global_batch_size=4 training.epochs=2")
+    assert found == FewSteps(5, 6_400, 2, "training.global_batch_size=4 training.epochs=2")
