@@ -1,12 +1,13 @@
 """Check that this tree still trains the bits that an older commit trains: `same_bits.py OLD`.
 
 OLD is any name of a commit. It is checked out into a temporary git worktree; the tree that this
-file is in, uncommitted changes included, is the new one. Both train a tiny model on the built-in
-sample for 20 steps in fp32, on the CPUs of this machine, each in three ways:
+file is in, uncommitted changes included, is the new one. Both train a tiny model for 20 steps in
+fp32, on the CPUs of this machine. What they train, and how; a row for each pair, `KIND-LAUNCH`:
 
-    ddp1    one process
-    ddp2    two processes, DDP
-    fsdp2   two processes, FSDP2
+    text      from scratch on the built-in sample       ddp1    one process
+    dropout   the same, with dropout                    ddp2    two processes, DDP
+    chat      a base on conversations                   fsdp2   two processes, FSDP2
+    lora      an adapter of the base, on the same
 
 Then the new tree resumes, from step 10, a run that the old one began (a copy of the old run without
 its checkpoint of step 20: the same directory as after a kill). It must end like the straight run.
@@ -18,7 +19,8 @@ Compared, without any tolerance:
     by SHA-256            every file of every checkpoint, the held-out set, the data manifest
 
 Not compared: a checkpoint's manifest.json (the run's id, and digests of files compared here), the
-fields `run_id` and `versions` of trainer_state.json, and what carries times: metrics.jsonl apart
+fields `run_id`, `versions` and `rng` of trainer_state.json (what rng holds is drawn by dropout,
+whose rows show it), the second at which a chat began, and what carries times: metrics.jsonl apart
 from the numbers above, status.json, logs, the report.
 
 Exit code 0: all the same. 1: something differs, or a run failed; the runs are kept and named. 2:
@@ -64,19 +66,16 @@ ANY_LAUNCH = {
     "machine_rank": 0,
     "main_process_port": 0,  # a free one
 }
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 CONFIG: dict[str, Any] = {
     "run": {"dir": "run"},
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "attention_dropout": 0.1,  # draws random numbers, whose state must survive a resume
-        },
-        "tokenizer": "sample",
-    },
+    "model": {"config": SHAPE, "tokenizer": "sample"},
     "data": {"sources": [{"path": "sample"}], "seq_len": 64},
     "training": {
         "steps": STEPS,
@@ -90,12 +89,44 @@ CONFIG: dict[str, Any] = {
     "logging": {"every_steps": 1},
 }
 
+# The sections of a kind that are not those of CONFIG.
+CHAT: dict[str, Any] = {
+    "model": {"from": "GIVEN/base"},
+    "data": {"sources": [{"path": "GIVEN/chat.jsonl"}], "seq_len": 128, "heldout": 0.05},
+    "chat": {"template": "chatml"},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "dropout": {"model": {"config": {**SHAPE, "attention_dropout": 0.1}, "tokenizer": "sample"}},
+    "chat": CHAT,
+    "lora": {**CHAT, "adapter": {"kind": "lora", "r": 4, "alpha": 8}},
+}
+# Writes what CHAT reads: conversations, and a base with the tokenizer of the sample.
+PREPARE = """
+import importlib.resources, json, random, torch, transformers
+rng = random.Random(0)
+words = "the capital of a country is its largest city and lies on river".split()
+text = lambda: " ".join(rng.choices(words, k=rng.randrange(3, 10)))
+with open("chat.jsonl", "w") as rows:
+    for _ in range(300):
+        roles = ("user", "assistant") * rng.randrange(1, 4)
+        messages = [{"role": role, "content": text()} for role in roles]
+        rows.write(json.dumps({"messages": messages}) + "\\n")
+with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as sample:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sample, trust_remote_code=False)
+tokenizer.save_pretrained("base")
+torch.manual_seed(0)
+shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+shape |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "tie_word_embeddings": True}
+transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained("base")
+"""
+
 NUMBERS = {
     "train": ("batch_digest", "loss", "grad_norm", "learning_rate", "tokens"),
     "eval": ("loss", "tokens"),
 }
 RUN_FILES = ("eval.safetensors", "manifest.json")
-NOT_OF_THE_STATE = ("run_id", "versions")
+NOT_OF_THE_STATE = {"run_id", "versions", "rng"}
 
 # Variables of another launch, which would change these.
 _STALE = ("ACCELERATE", "FSDP", "LLMTRAIN", "LOCAL_", "MASTER_", "PARALLELISM", "RANK", "WORLD_")
@@ -125,11 +156,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the comparison; return the exit code."""
     parser = argparse.ArgumentParser(prog="same_bits.py")
     parser.add_argument("old", metavar="OLD", help="the commit to compare with")
-    every = ",".join(LAUNCHES)
-    parser.add_argument("--only", metavar="NAMES", default=every, help=f"some of {every}")
+    every = ",".join([*KINDS, *LAUNCHES])
+    parser.add_argument("--only", metavar="NAMES", default="", help=f"rows with some of {every}")
     asked = parser.parse_args(arguments)
     try:
-        names = launches(asked.only)
+        names = rows_of(asked.only)
         commit = commit_of(asked.old)
     except BadInputError as error:
         print(f"same_bits.py: {error}", file=sys.stderr)
@@ -145,12 +176,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def launches(text: str) -> list[str]:
-    """The launches that `--only` names."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in LAUNCHES]:
-        raise BadInputError(f"--only: {unknown[0]!r} is none of {', '.join(LAUNCHES)}")
-    return list(dict.fromkeys(names))
+def rows_of(text: str) -> list[str]:
+    """The rows that `--only` asks for: those with one of its kinds and one of its launches."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in KINDS and name not in LAUNCHES]:
+        raise BadInputError(f"--only: {unknown[0]!r} is none of {', '.join([*KINDS, *LAUNCHES])}")
+    kinds = [name for name in KINDS if name in names] or KINDS
+    launches = [name for name in LAUNCHES if name in names] or LAUNCHES
+    return [f"{kind}-{launch}" for kind in kinds for launch in launches]
 
 
 def commit_of(name: str) -> str:
@@ -179,6 +212,10 @@ def compare_trees(old: Path, new: Path, names: Sequence[str], folder: Path) -> b
     Returns whether anything differs.
     """
     differs = False
+    (folder / "given").mkdir()
+    prepare = [sys.executable, "-c", PREPARE]
+    env = environment(new)
+    subprocess.run(prepare, cwd=folder / "given", env=env, capture_output=True, check=True)
     with ThreadPoolExecutor(2) as pool:
         straight = {
             (side, name): pool.submit(train, tree, folder / side / name, name)
@@ -206,10 +243,12 @@ def compare_trees(old: Path, new: Path, names: Sequence[str], folder: Path) -> b
 def train(tree: Path, folder: Path, name: str) -> Result:
     """Train with this tree, in `folder/run`; what came out."""
     folder.mkdir(parents=True, exist_ok=True)
-    launch, strategy = LAUNCHES[name]
-    config = {**CONFIG, "distributed": {"strategy": strategy}}
-    # JSON is YAML.
-    (folder / "config.yaml").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    kind, _, launched = name.partition("-")
+    launch, strategy = LAUNCHES[launched]
+    config = {**CONFIG, **KINDS[kind], "distributed": {"strategy": strategy}}
+    # JSON is YAML. What all runs read is in one place: its path and times stand in their files.
+    text = json.dumps(config, indent=2).replace("GIVEN", str(folder.parents[1] / "given"))
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
     (folder / "launch.yaml").write_text(json.dumps({**ANY_LAUNCH, **launch}), encoding="utf-8")
     check_import(tree, folder)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch.yaml"]
@@ -270,29 +309,30 @@ def read(run_dir: Path) -> Result:
         for line in lines(run_dir)
         if line["kind"] in NUMBERS
     }
-    files = {name: sha256((run_dir / name).read_bytes()) for name in RUN_FILES}
+    manifest = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
+    chat = manifest.get("chat")
+    # A chat's templates know the second of the start, and so does the fingerprint of its data.
+    of_the_start = [chat["settings"]["date"], manifest["fingerprint"]] if chat else []
+
+    def digest(content: bytes) -> str:
+        for one in of_the_start:
+            content = content.replace(one.encode(), b"of the start")
+        return hashlib.sha256(content).hexdigest()
+
+    files = {name: digest((run_dir / name).read_bytes()) for name in RUN_FILES}
     root = run_dir / "checkpoints"
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         if path.name == "trainer_state.json":
-            files |= state_hashes(path, str(path.relative_to(run_dir)))
+            state = json.loads(path.read_text(encoding="utf-8"))
+            if chat:
+                of_the_start.append(state["data"]["parts"]["chat"])
+            # A hash for each field: a difference names it.
+            for field in state.keys() - NOT_OF_THE_STATE:
+                name = f"{path.relative_to(run_dir)}: {field}"
+                files[name] = digest(json.dumps(state[field]).encode())
         elif path.name != "manifest.json":
-            files[str(path.relative_to(run_dir))] = sha256(path.read_bytes())
+            files[str(path.relative_to(run_dir))] = digest(path.read_bytes())
     return Result(numbers, files)
-
-
-def state_hashes(path: Path, name: str) -> dict[str, str]:
-    """A hash for each compared field of trainer_state.json: a difference names the field."""
-    state = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        f"{name}: {field}": sha256(json.dumps(value).encode())
-        for field, value in state.items()
-        if field not in NOT_OF_THE_STATE
-    }
-
-
-def sha256(content: bytes) -> str:
-    """The digest as hex."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def compare(old: Result, new: Result) -> list[str]:
@@ -333,7 +373,7 @@ def row(name: str, what: str, counts: str, differences: Sequence[str]) -> str:
     verdict = f"differs in {len(differences)}" if differences else "same"
     more = [f"    and {len(differences) - SHOWN} more"] * (len(differences) > SHOWN)
     shown = [f"    {one}" for one in differences[:SHOWN]]
-    return "\n".join([f"{name:7}{what:10}{counts:38}{verdict}", *shown, *more])
+    return "\n".join([f"{name:15}{what:10}{counts:38}{verdict}", *shown, *more])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ def same_bits():
     del sys.modules["same_bits"]
 
 
+def data_state(run_id):
+    return {"fingerprint": f"print of {run_id}", "parts": {"chat": f"chat of {run_id}"}}
+
+
 def write_run(folder, run_id="a"):
     """A run of two steps with a checkpoint."""
     checkpoint = folder / "checkpoints" / "step-00000002"
@@ -27,9 +31,12 @@ def write_run(folder, run_id="a"):
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     (checkpoint / "manifest.json").write_text(run_id)
     state = {"run_id": run_id, "step": 2, "tokens": 128, "versions": {"llmtrain": run_id}}
+    state |= {"rng": [run_id], "data": data_state(run_id)}
     (checkpoint / "trainer_state.json").write_text(json.dumps(state))
     (folder / "eval.safetensors").write_bytes(b"held out")
-    (folder / "manifest.json").write_text("data")
+    chat = {"settings": {"date": f"the day of {run_id}"}}
+    manifest = {"seed": 1, "fingerprint": f"print of {run_id}", "chat": chat}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     numbers = {"batch_digest": "0f", "loss": 7.25, "grad_norm": 0.5, "learning_rate": 1.0}
     train = [
         {"kind": "train", "time": 1.0, "step": step, "tokens": 64 * step, **numbers}
@@ -94,11 +101,20 @@ def test_a_step_that_one_run_lacks_is_a_difference(differences):
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints/step-00000002/model.safetensors", "eval.safetensors", "manifest.json"]
+    "name", ["checkpoints/step-00000002/model.safetensors", "eval.safetensors"]
 )
 def test_a_byte_of_a_file_is_a_difference(differences, name):
     (found,) = differences(lambda run: (run / name).write_bytes(b"weightt"))
     assert found.startswith(f"{name}: sha256 ")
+
+
+def test_a_value_of_the_manifest_is_a_difference(differences):
+    def change(run):
+        text = (run / "manifest.json").read_text()
+        (run / "manifest.json").write_text(text.replace('"seed": 1', '"seed": 2'))
+
+    (found,) = differences(change)
+    assert found.startswith("manifest.json: sha256 ")
 
 
 def test_a_file_that_one_run_lacks_is_a_difference(differences):
@@ -110,7 +126,7 @@ def test_a_field_of_the_state_is_named(differences):
     name = "checkpoints/step-00000002/trainer_state.json"
 
     def change(run):
-        state = {"run_id": "b", "step": 2, "tokens": 129, "versions": {}}
+        state = {"run_id": "b", "step": 2, "tokens": 129, "versions": {}, "data": data_state("b")}
         (run / name).write_text(json.dumps(state))
 
     (found,) = differences(change)
@@ -137,7 +153,10 @@ def test_a_row_says_how_much_was_compared_and_the_first_differences(same_bits, t
     ("arguments", "problem"),
     [
         (["no-such-commit"], "'no-such-commit' is no commit of "),
-        (["--only=ddp1,ddp9", "HEAD"], "--only: 'ddp9' is none of ddp1, ddp2, fsdp2"),
+        (
+            ["--only=ddp1,ddp9", "HEAD"],
+            "--only: 'ddp9' is none of text, dropout, chat, lora, ddp1, ",
+        ),
     ],
 )
 def test_bad_input_is_code_2(same_bits, capsys, arguments, problem):
