@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 # ENOTDIR: the directory is a file now. ESTALE: another client of NFS removed the file.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def write(path: Path, data: bytes, *, sync: bool = True, shared: bool = False) -> None:
@@ -100,4 +100,4 @@ def sync_directory(*directories: Path) -> None:
 @functools.cache
 def _warn_unsynced() -> None:
     """Warn, once in a process, that directories cannot be synced."""
-    log.warning("this file system cannot fsync directories: a power cut may lose what was written")
+    _log.warning("this file system cannot fsync directories: a power cut may lose what was written")

@@ -34,7 +34,7 @@ _EVENTS = {DAMAGED: "checkpoint_quarantined", SUPERSEDED: "checkpoint_superseded
 WHY = "why.txt"
 _SHOWN = 8  # names in a message
 _AUTO = "checkpoint.resume=auto resumes from the newest valid one"
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def best(root: Path, run_id: str | None) -> str | None:
         try:
             _, state = _outside(root / name)
         except DamagedError as error:
-            logger.warning("passed over %s: %s", root / name, error)
+            _log.warning("passed over %s: %s", root / name, error)
             continue
         whole.append(name)
         if (loss := loss_in(state)) is not None:
@@ -130,13 +130,13 @@ def rename(root: Path, name: str, suffix: str, reason: str) -> Event:
     numbers = itertools.chain([""], (f"-{count}" for count in itertools.count(2)))
     target = next(one for end in numbers if (one := f"{name}{suffix}{end}") not in taken)
     (root / name).rename(root / target)
-    logger.warning("renamed %s to %s: %s", name, target, reason)
+    _log.warning("renamed %s to %s: %s", name, target, reason)
     durable.sync_directory(root)
     try:
         if not (root / target).is_symlink():  # its target may be intact under its own name
             (root / target / WHY).write_text(f"{reason}\n", encoding="utf-8")
     except OSError as error:  # the new name is enough
-        logger.warning("could not write into %s why it was renamed: %s", target, error)
+        _log.warning("could not write into %s why it was renamed: %s", target, error)
     return _EVENTS[suffix], {"checkpoint": name, "now": target, "reason": reason}
 
 

@@ -23,7 +23,7 @@ _SYNCS = 8  # fsyncs at the same time
 _OPEN = 64  # files that may wait for their fsync
 _APPEARS_SECONDS = 30  # in which another client of a network file system must see a new file
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def new(path: Path, body: bytes, size: int) -> int:
@@ -90,7 +90,7 @@ def _look_again(root: Path) -> None:
     try:
         list(root.iterdir())
     except OSError as error:
-        logger.debug("%s cannot be listed: %s", root, error)
+        _log.debug("%s cannot be listed: %s", root, error)
 
 
 def alive(doing: str) -> None:

@@ -36,7 +36,7 @@ Log = Callable[[str, Mapping[str, object]], object]  # the name of an event, its
 READ_BYTES = form.EXTENT_BYTES
 _ADAPTER = "adapter_"  # the names of an adapter's files begin so
 _PATIENCE = Patience()
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ def _vote(
     reported = isinstance(error, UserError) or (expected and ranks.rank == 0)
     if error is not None and not reported:
         traceback = None if expected else error
-        logger.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
+        _log.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
     vote = ranks.vote(error)
     heartbeat.beat("looking for a checkpoint")
     for failed in vote.failures:

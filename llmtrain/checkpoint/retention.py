@@ -22,7 +22,7 @@ from llmtrain.config.schema import CheckpointConfig
 
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 _TRASH = re.compile(r"\.trash-.+")
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def clean(root: Path) -> list[str]:
@@ -113,7 +113,7 @@ def is_of_run(path: Path, run_id: str) -> bool:
     try:
         return not path.is_symlink() and form.load(path).run_id == run_id
     except (form.DamagedError, form.OtherFormatError, OSError) as error:
-        logger.warning("retention leaves %s alone: %s", path.name, error)
+        _log.warning("retention leaves %s alone: %s", path.name, error)
         return False
 
 
@@ -122,7 +122,7 @@ def _loss(path: Path) -> float | None:
     try:
         return loss_in(form.state(path))
     except (form.DamagedError, OSError) as error:
-        logger.warning("retention found no held-out loss in %s: %s", path.name, error)
+        _log.warning("retention found no held-out loss in %s: %s", path.name, error)
         return None
 
 
@@ -134,7 +134,7 @@ def _to_trash(root: Path, name: str) -> bool:
         faults.hit("retain.trash", step=form.step_of(name), path=root / name)
         (root / name).rename(root / trash)
     except OSError as error:
-        logger.warning("could not delete %s: %s", name, error)
+        _log.warning("could not delete %s: %s", name, error)
         return False
     return True
 
@@ -149,5 +149,5 @@ def _delete(root: Path, found: Iterable[str]) -> list[str]:
             shutil.rmtree(root / name)
             gone.append(name)
         except OSError as error:
-            logger.warning("could not delete %s: %s", name, error)
+            _log.warning("could not delete %s: %s", name, error)
     return gone

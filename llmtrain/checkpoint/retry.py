@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PAUSES = (1, 29)  # seconds before the second and the third try
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class StoppedError(Exception):
@@ -47,7 +47,7 @@ class Patience:
             try:
                 return work(*args, **kwargs)
             except OSError as error:
-                logger.warning("reading failed, next try in %d s: %s", pause, error)
+                _log.warning("reading failed, next try in %d s: %s", pause, error)
                 self._rest(pause)
         self.check_stop()
         return work(*args, **kwargs)

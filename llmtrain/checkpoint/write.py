@@ -39,7 +39,7 @@ from llmtrain.types import Failure, Piece, Ranks, Spec
 BEAT_BYTES = 64 << 20  # written between two heartbeats
 
 Error = TypeVar("Error", bound=BaseException)
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,14 +322,14 @@ def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks)
         try:
             shutil.rmtree(root / form.partial_name(step))
         except FileNotFoundError:
-            logger.debug("there was nothing to remove")
+            _log.debug("there was nothing to remove")
         except OSError as error:
-            logger.warning("could not remove %s: %s", form.partial_name(step), error)
+            _log.warning("could not remove %s: %s", form.partial_name(step), error)
     return Failed(failures)
 
 
 def _log_error(error: Error | None, step: int) -> Error | None:
     """Log an error with its traceback in this rank's log, and return it."""
     if error is not None:
-        logger.warning("saving step %s failed on this rank", step, exc_info=error)
+        _log.warning("saving step %s failed on this rank", step, exc_info=error)
     return error

@@ -53,7 +53,7 @@ from llmtrain.data.workers import (
 from llmtrain.errors import raise_any
 from llmtrain.types import Batch
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 PREFETCH_BYTES = 64 << 20
 MIN_PREFETCH = 8
@@ -204,7 +204,7 @@ def open_stream(
     assert cursors.shape == shape
     for source in manifest.sources:
         if rank == 0 and (costly := refetch_warning(source, reading.cache_bytes)):
-            log.warning(costly)
+            _log.warning(costly)
     stop = multiprocessing.get_context("spawn").Event() if workers else threading.Event()
     blocks = Blocks(
         manifest,

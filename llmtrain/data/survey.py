@@ -36,7 +36,7 @@ from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, harmless, raise_any
 from llmtrain.hashing import mix
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 S = TypeVar("S")
 T = TypeVar("T")
 BYTES_A_TOKEN = 4  # of conversations, about
@@ -291,7 +291,7 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
         for index, file in enumerate(source.files):
             other = first.setdefault((file.size, file.etag), source.label)
             if other != source.label:
-                log.warning(
+                _log.warning(
                     "%s of source %s is in source %s too: what is held out of one of them can be "
                     "trained on through the other",
                     *map(harmless, (source.where(index), source.label, other)),
@@ -304,7 +304,7 @@ def _tell_of_text_files(sources: Sequence[Source]) -> None:
         formats = [file_format(file.name) for file in source.files]
         whole = source.whole_files
         if not whole and any(format_ and format_.kind == "text" for format_ in formats):
-            log.info(
+            _log.info(
                 "%s: each line of a text file is a document of its own "
                 "(in .jsonl, one document may have several lines)",
                 source.label,

@@ -39,7 +39,7 @@ BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 _FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.ENODEV)
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class RunLock:
         try:
             os.ftruncate(self._descriptor, 0)
         except OSError as failed:
-            logger.warning("could not empty %s: %s", self._path, failed)
+            _log.warning("could not empty %s: %s", self._path, failed)
         finally:
             os.close(self._descriptor)
 
@@ -179,7 +179,7 @@ class RunLock:
                 self.keep()
                 self._beat()
             except OSError as error:
-                logger.warning("could not write the beat to %s: %s", self._path, error)
+                _log.warning("could not write the beat to %s: %s", self._path, error)
 
     def _beat(self) -> None:
         with self._one_at_a_time:
@@ -194,13 +194,13 @@ class RunLock:
                 self._judge(descriptor)
         except UserError:
             self.lost = _describe(read(self._path))
-            logger.error("%s was removed, and the directory is %s", self._path, self.lost)
+            _log.error("%s was removed, and the directory is %s", self._path, self.lost)
             return
         before, self._descriptor = self._descriptor, descriptor
         os.close(before)
         self._write()
         self.made_again += 1
-        logger.warning("%s was removed while this run holds it; it was made again", self._path)
+        _log.warning("%s was removed while this run holds it; it was made again", self._path)
 
     def _write(self) -> None:
         """Write the JSON in place, since the lock is on the inode.
@@ -308,7 +308,7 @@ def _flock(descriptor: int) -> bool:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        logger.warning("this file system has no flock: the JSON of the lock alone decides")
+        _log.warning("this file system has no flock: the JSON of the lock alone decides")
     return True
 
 

@@ -36,7 +36,7 @@ from llmtrain.errors import (
     needed_on_disk,
 )
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 FILE_NAME = "skipped-units.jsonl"
 MANY_IN_A_ROW = 64
@@ -122,7 +122,7 @@ class Skipped:
                 _append(self._path, [part._asdict() | _facts(reason, now) for part, reason in new])
             for part, reason in new:
                 told = part._replace(epoch=None) in self._told
-                log.log(
+                _log.log(
                     logging.INFO if told else logging.WARNING,
                     "skipped %s: %s",
                     _words(part),
@@ -192,7 +192,7 @@ def _parse(line: bytes) -> LeftOut | None:
         return LeftOut(**{name: entry[name] for name in LeftOut._fields})
     except (ValueError, KeyError, TypeError):
         if line.strip():
-            log.warning("%s: a line that was cut off is ignored: %r", FILE_NAME, line[:80])
+            _log.warning("%s: a line that was cut off is ignored: %r", FILE_NAME, line[:80])
         return None
 
 

@@ -23,7 +23,7 @@ import xxhash
 from llmtrain import durable
 from llmtrain.data.remote.request import quiet_hub
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 8
 KEPT_SHARE = 0.9  # of the limit, after the oldest were deleted
@@ -51,7 +51,7 @@ class Cache:
             if len(content) == end - start and digest == xxhash.xxh3_64_digest(content):
                 os.utime(path)  # the time of last use: the oldest are deleted first
                 return content
-            log.warning("%s is damaged: deleted, to be read again", path)
+            _log.warning("%s is damaged: deleted, to be read again", path)
             path.unlink()
         except FileNotFoundError:  # never read, or another process deleted it just now
             return None
@@ -74,7 +74,7 @@ class Cache:
 
     def _give_up(self, error: OSError) -> None:
         if self._usable:
-            log.warning("nothing more is kept in %s: %s", self._root, error)
+            _log.warning("nothing more is kept in %s: %s", self._root, error)
         self._usable = False
 
     def _path(self, etag: str, start: int, end: int) -> Path:
@@ -147,4 +147,4 @@ def store_answer(path: Path, answer: dict[str, Any]) -> None:
     try:
         write(path, json.dumps(answer).encode())
     except OSError as error:
-        log.warning("the answer of the Hub is not kept in %s: %s", path, error)
+        _log.warning("the answer of the Hub is not kept in %s: %s", path, error)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from llmtrain.data.remote.cache import file_name, write
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def load_footer(
@@ -33,12 +33,12 @@ def load_footer(
     except OSError:  # not there yet, or not readable
         footer = ask()
     except pa.ArrowException as error:
-        log.warning("%s is damaged, and read again: %s", path, error)
+        _log.warning("%s is damaged, and read again: %s", path, error)
         footer = ask()
     content = io.BytesIO()
     footer.write_metadata_file(content)
     try:
         write(path, content.getvalue())
     except OSError as error:  # such as a run directory that may only be read
-        log.warning("%s is not kept: %s", path, error)
+        _log.warning("%s is not kept: %s", path, error)
     return footer

@@ -25,7 +25,7 @@ from llmtrain.data.remote.request import (
 )
 from llmtrain.errors import RESTARTABLE, RunError
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 MAX_WAIT_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Remote:
         if time.monotonic() - self._told_at < TELL_SECONDS:
             return
         more = f" ({self._untold} attempts failed since the last line)"
-        log.warning("%s: %s, trying again in %.1f s%s", what, reason, wait, more)
+        _log.warning("%s: %s, trying again in %.1f s%s", what, reason, wait, more)
         self._told_at, self._untold = time.monotonic(), 0
 
 

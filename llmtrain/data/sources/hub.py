@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder
     from huggingface_hub import HfFileSystem
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PREFIX = re.compile(r"hf://datasets/(?P<id>[^@]+)@(?P<sha>[0-9a-f]{40})/(?P<path>.+)")
@@ -233,7 +233,7 @@ def _warn_of_left_out(
         there = _names(entries, root)
         left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
     if left:
-        log.warning("%s: files of other types are not read: %s", root, first_few(left))
+        _log.warning("%s: files of other types are not read: %s", root, first_few(left))
 
 
 def _names(entries: Iterable[Any], root: str) -> list[str]:
@@ -277,7 +277,7 @@ def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
                 raise UserError(problem) from error
             reason = first_line(error)
             wait = back_off(failures, asked, deadline, what, reason)
-        log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
+        _log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
         pause(wait, stop)
         failures += 1
 

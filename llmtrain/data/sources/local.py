@@ -22,7 +22,7 @@ from llmtrain.config.schema import DocumentsConfig, SourceConfig
 from llmtrain.data.sources.splits import files_of_split
 from llmtrain.errors import Problem, UserError, harmless, raise_any
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 SAMPLE = "sample"
 EDGE_BYTES = 64 * 1024
@@ -111,7 +111,7 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
             for name, value in (("name", source.name), ("split", source.split))
             if value not in (None, "train")
         )
-        log.warning("%s has no splits and no configs: %s is not looked at", source.path, asked)
+        _log.warning("%s has no splits and no configs: %s is not looked at", source.path, asked)
     paths = sorted(there, key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):
         paths = _pairs(paths, key)

@@ -22,7 +22,7 @@ from typing import Any
 from llmtrain.config.schema import DocumentsConfig
 from llmtrain.errors import Problem, UserError, first_line, harmless
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 CARD = "README.md"
 SAVED_SPLITS = "dataset_dict.json"
@@ -57,7 +57,7 @@ def files_of_split(
         if source.split != "train" and own:  # by default, it is the one that was saved
             _require(source.split, [own], key, "split")
         elif source.split != "train":
-            log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
+            _log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
         return _saved(root, key)
     patterns = _of_card(source, root, key)
     if patterns is None:
@@ -65,13 +65,13 @@ def files_of_split(
         patterns = _of_names(root, key) if any(map(_LIKELY.search, names)) else {}
     if not patterns:
         if source.split != "train":
-            log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
+            _log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
         return list(there)
     _require(source.split, patterns, key, "split")
     chosen = {split: _matching(root, of, key) for split, of in patterns.items()}
     left = sorted({*map(str, there)} - {name for names in chosen.values() for name in names})
     if left:
-        log.warning("%s: no split has these files: %s", harmless(source.path), _few(left, root))
+        _log.warning("%s: no split has these files: %s", harmless(source.path), _few(left, root))
     return [path for path in there if str(path) in chosen[source.split]]
 
 
