@@ -64,7 +64,7 @@ def saved(root: Path, step: int, spec: Spec, values: Mapping[str, torch.Tensor])
     small |= {"config.json": b"{}", form.STATE: state}
     begun = write.begin(root, step, spec, small, Alone(), RUN)
     assert isinstance(begun, write.Begun), begun
-    done = write.commit(begun, write.pieces(begun, pieces_of(values)), None, Alone())
+    done = write.commit(begun, write.write_pieces(begun, pieces_of(values)), None, Alone())
     assert isinstance(done, write.Committed), done
     return root / done.name
 

@@ -92,7 +92,7 @@ def sent(parameters: int, folder: Path) -> int:
     import torch.distributed as dist
     from _checkpoint_disk import RUN, spec_of
 
-    from llmtrain.checkpoint import collect, write
+    from llmtrain.checkpoint import write
     from llmtrain.distributed.ranks import Group
     from llmtrain.metrics.memory import peak_bytes, reset_peak
     from llmtrain.types import Piece
@@ -108,7 +108,7 @@ def sent(parameters: int, folder: Path) -> int:
     held = reset_peak(cpu)
     begun = write.begin(folder / "sent", 1, spec, {}, ranks, RUN)
     assert isinstance(begun, write.Begun), begun
-    done = write.commit(begun, collect.pieces(begun, own, ranks), None, ranks)
+    done = write.commit(begun, write.collect_pieces(begun, own, ranks), None, ranks)
     assert isinstance(done, write.Committed), done
     above = peak_bytes(cpu) - held
     dist.destroy_process_group()

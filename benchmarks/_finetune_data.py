@@ -152,7 +152,7 @@ def texts_of(
 def collected() -> Iterator[list[str]]:
     """Collect the texts of the sequences that are made meanwhile."""
     from llmtrain.data.chat import chat
-    from llmtrain.data.chat.control import unmark
+    from llmtrain.data.chat.encode import unmark
 
     texts: list[str] = []
     original = chat.to_sequences

@@ -187,7 +187,7 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
 
 def trl(bench: Any) -> None:
     """Compare with TRL: full fine-tuning and LoRA, a process each, in turns."""
-    from llmtrain.distributed.engines.products import cpu_rates
+    from llmtrain.distributed.engines.accelerator import cpu_rates
 
     base = base_of(bench.folder, bench.shared / "tokenizers" / "gpt2")
     data = rows_of(bench.folder, bench.shared / "sft" / "train.jsonl", bench.sizes.rows)

@@ -147,8 +147,7 @@ def bare(asked: dict[str, Any]) -> dict[str, Any]:
 
 def loss_module(model: Any) -> Any:
     """Return the module whose forward is the loss, as a run makes it."""
-    from llmtrain.model.head import Head, examine
-    from llmtrain.model.loss import LossModule
+    from llmtrain.model.loss import Head, LossModule, examine
 
     head = examine(model)
     return LossModule(model, head if isinstance(head, Head) else None)

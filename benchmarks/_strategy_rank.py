@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
-from llmtrain.model import attention, recompute
+from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
@@ -62,7 +62,7 @@ def model_of(case: Case) -> LlamaForCausalLM:
         for part in (model.model.embed_tokens, model.model.layers[0]):
             part.requires_grad_(False)
     attention.install(model, SEQ_LEN)
-    recompute.apply(model, case.recompute)
+    shape.apply_checkpointing(model, case.recompute)
     return model.train()
 
 

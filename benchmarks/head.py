@@ -25,7 +25,7 @@ from _rows import Table, measure, one_core, peak_mb
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmtrain.distributed.engines.products import cpu_rates
+from llmtrain.distributed.engines.accelerator import cpu_rates
 from llmtrain.model.cross_entropy import linear_cross_entropy
 from llmtrain.types import NOT_TRAINED
 

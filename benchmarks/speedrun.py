@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from llmtrain.tools.use.documents import texts
+from llmtrain.tools.use.evaluate import documents_of
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -66,7 +66,7 @@ def divide(data: Path, folder: Path) -> dict[str, str]:
     asked["evaluation"]["max_documents"] = 10**12  # the most that a config may have
     path = folder / "divide.yaml"
     path.write_text(yaml.safe_dump(asked))
-    held = list(texts(str(path)))
+    held = list(documents_of(str(path)))
     out = set(held)
     for name in ("train", "heldout"):
         (folder / name).mkdir()

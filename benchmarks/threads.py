@@ -25,7 +25,7 @@ from typing import Any
 
 from _rows import Table, measure
 
-from llmtrain.processes import cores
+from llmtrain.system import cores
 
 LIMIT = 600  # seconds of a run
 WARM = 4  # steps

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmtrain.errors import RunError, UserError
     from llmtrain.report.run import Run, open_run
     from llmtrain.rundir.status import Result
-    from llmtrain.tools.data.stream import open_stream
+    from llmtrain.tools.data.inspect import open_stream
     from llmtrain.tools.plan import plan
     from llmtrain.tools.use.evaluate import evaluate
     from llmtrain.tools.use.export.export import export
@@ -50,7 +50,7 @@ _HOMES = {
     "generate": "llmtrain.tools.use.generate",
     "load_config": "llmtrain.config.load",
     "open_run": "llmtrain.report.run",
-    "open_stream": "llmtrain.tools.data.stream",
+    "open_stream": "llmtrain.tools.data.inspect",
     "plan": "llmtrain.tools.plan",
 }
 
@@ -74,7 +74,7 @@ def train(config: Config, processes: int | None = None) -> Result:
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment
     from llmtrain.metrics.trackers import check_installed
-    from llmtrain.training.stop import signals
+    from llmtrain.training import stop
 
     problems = check(config)
     if config.run.dir is None:
@@ -92,7 +92,7 @@ def train(config: Config, processes: int | None = None) -> Result:
     check_environment(os.environ, config.distributed, config.training)
     check_installed(config.logging.trackers)
     _set_variables_of_torch(os.environ)
-    with signals.catching():  # before torch is imported, which takes seconds
+    with stop.catching():  # before torch is imported, which takes seconds
         from llmtrain.rundir.status import Result
         from llmtrain.training.ending import StoppedEarlyError
         from llmtrain.training.loop import train as run

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.errors import PeerError, exit_code_of, explained, precedence
 from llmtrain.types import Failure, Ranks, Vote
 
@@ -124,14 +124,14 @@ def gathered(ranks: Ranks, value: object) -> list[Any]:
 
 def count_votes(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
     """Implement `Ranks.vote` for ranks that can gather and broadcast."""
-    _, phase = heartbeat.read()
-    heartbeat.beat(f"a vote of all processes ({phase})")
+    _, phase = system.last_beat()
+    system.beat(f"a vote of all processes ({phase})")
     own = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
     heard = ranks.gather(len(own).to_bytes(8, "little") + own + body)
     ballots = [_split(ballot) for ballot in heard]
     failed = [json.loads(error) for error, _ in ballots if error]
     failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
-    heartbeat.beat(phase)
+    system.beat(phase)
     return Vote(tuple(Failure(**one) for one in failed), tuple(body for _, body in ballots))
 
 

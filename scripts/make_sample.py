@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from sample.facts import Row, Topic, key_of, load_topics, some
 from sample.prose import fill
 
-from llmtrain.data.tokens.train import tokenizer_config, train_bpe
+from llmtrain.data.tokens.tokenizer import tokenizer_config, train_bpe
 from llmtrain.hashing import permutation
 
 HERE = Path(__file__).resolve().parent

@@ -18,7 +18,7 @@ from llmtrain.checkpoint import format as checkpoint
 from llmtrain.config.keys import Key, all_keys
 from llmtrain.config.suggestions import foreign as foreign_names
 from llmtrain.errors import EXIT_CODES
-from llmtrain.rundir import contents, events, fields
+from llmtrain.rundir import contents, record
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -172,7 +172,7 @@ def files() -> Iterator[str]:
     )
     yield from table(("file", "what it holds"), described(checkpoint.WORDS))
     yield from ("", "## status.json", "")
-    yield from table(("field", "what it holds"), described(fields.STATUS))
+    yield from table(("field", "what it holds"), described(record.STATUS))
     yield from (
         "",
         "## metrics.jsonl",
@@ -182,12 +182,12 @@ def files() -> Iterator[str]:
         "is null.",
         "",
     )
-    yield from table(("field", "what it holds"), described(fields.EVERY_LINE))
-    for kind, when in fields.KINDS.items():
+    yield from table(("field", "what it holds"), described(record.EVERY_LINE))
+    for kind, when in record.KINDS.items():
         yield from ("", f"### {kind}", "", f"Written {when}.", "")
-        yield from table(("field", "what it holds"), described(fields.FIELDS[kind]))
+        yield from table(("field", "what it holds"), described(record.FIELDS[kind]))
     yield from ("", "## Events", "", "A tracker shows them, too, and the report lists them.", "")
-    yield from table(("event", "means"), described(events.WORDS))
+    yield from table(("event", "means"), described(record.WORDS))
 
 
 def described(words: Mapping[str, str]) -> Iterator[Sequence[str]]:

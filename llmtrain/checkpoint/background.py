@@ -1,7 +1,7 @@
 """Saves in the background of the training: a thread copies this rank's ranges and writes the copy.
 
     submit   between two steps: copies what the forward changes and starts a thread
-    thread   snapshot into host buffers  →  event  →  `write.pieces` on the copy: no collective
+    thread   snapshot into host buffers  →  event  →  `write_pieces` on the copy: no collective
     caller   forward, backward … wait_snapshot() before the update … finish() before the commit
 
 Parameters and moments change only in the update, so until then the thread can copy them. The
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from llmtrain import faults, processes
+from llmtrain import faults, system
 from llmtrain.agreement import attempt
 from llmtrain.checkpoint import write
 from llmtrain.checkpoint.format import Extents
@@ -75,7 +75,7 @@ class Writer:
         Memory that is refused is asked for again by the save, whose vote then fails.
         """
         count = -(-nbytes // CHUNK_BYTES)
-        self._reserved = processes.begin(partial(self._reserve, count), "pinned memory")
+        self._reserved = system.begin_in_thread(partial(self._reserve, count), "pinned memory")
 
     def submit(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
         """Copy and write this rank's ranges in a thread.
@@ -93,7 +93,7 @@ class Writer:
             prepared = attempt(lambda: self._prepare(pieces, at_once))
         if copies := next(iter(prepared.returned), None):
             run = partial(self._run, begun, copies, at_once)
-            self._work = processes.begin(run, "checkpoint")
+            self._work = system.begin_in_thread(run, "checkpoint")
             return
         self._copied.set()
         self._work = Future()  # there is nothing to write, or an error
@@ -145,7 +145,7 @@ class Writer:
             self._snapshot(copies, at_once)
         finally:
             self._copied.set()
-        return write.pieces(begun, [copy.target for copy in copies])
+        return write.write_pieces(begun, [copy.target for copy in copies])
 
     def _snapshot(self, copies: list[_Copy], at_once: frozenset[str]) -> None:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():

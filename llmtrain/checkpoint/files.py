@@ -2,6 +2,23 @@
 
 The trap: file systems report failures late, at fsync or even at close. Neither may be left out, and
 no error of either may be ignored.
+
+What the file system of the checkpoints can do, and which ranks write to it.
+
+A checkpoint becomes valid when its directory is renamed, so a store without rename is refused. On
+NFS a machine reads and writes through its own cache, so two machines must not write parts of one
+file. With several nodes on NFS, rank 0 therefore writes everything.
+
+Whether the disk has room for the checkpoints that a run keeps.
+
+A run needs room for the checkpoints that its policy keeps, one that is being written and one that
+is being deleted. Those that it has already are subtracted.
+
+Retries reading when the disk does not answer, unless a stop is asked for.
+
+There are three tries within half a minute: the second one soon, since many failures of a network
+file system are short, and the third one much later. Damage is not a failure of the disk and is not
+retried.
 """
 
 from __future__ import annotations
@@ -9,15 +26,23 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from llmtrain import heartbeat
-from llmtrain.durable import close_on_error
+from llmtrain import system
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.candidates import is_of_run
+from llmtrain.config.schema import CheckpointConfig
+from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.system import close_on_error
 
 _SYNCS = 8  # fsyncs at the same time
 _OPEN = 64  # files that may wait for their fsync
@@ -80,7 +105,7 @@ def open_when_visible(path: Path) -> int:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > until:
                 raise
-        alive(f"waiting for {path.parent.name} to appear")
+        still_writing(f"waiting for {path.parent.name} to appear")
         time.sleep(0.2)
         _look_again(path.parent.parent)
 
@@ -93,12 +118,12 @@ def _look_again(root: Path) -> None:
         _log.debug("%s cannot be listed: %s", root, error)
 
 
-def alive(doing: str) -> None:
+def still_writing(doing: str) -> None:
     """Beat with the phase `doing`. A background thread does not change the phase."""
     if threading.current_thread() is threading.main_thread():
-        heartbeat.beat(doing)
+        system.beat(doing)
     else:
-        heartbeat.again()
+        system.beat_again()
 
 
 def _allocate(descriptor: int, size: int) -> None:
@@ -111,3 +136,162 @@ def _allocate(descriptor: int, size: int) -> None:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     return os.ftruncate(descriptor, size)
+
+
+_PROBE = ".probe"  # one name is enough while the run's lock is held; a kill leaves one directory
+_MOUNTS = Path("/proc/self/mountinfo")
+# Here a client sees what another one wrote only after a close and a new open, if at all. Lustre,
+# GPFS and CephFS are coherent and so are not in this list.
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
+
+
+def probe_directory(root: Path) -> None:
+    """Try what a commit does: create, write and rename a file and a directory.
+
+    Only rank 0, which holds the run's lock, may call it. `root` must exist. Leaves nothing behind.
+    Raises UserError with the error of the file system.
+    """
+    place = root / _PROBE
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+        partial, final = place / "a.partial", place / "a"
+        partial.mkdir(parents=True)
+        system.write_durably(partial / "file", b"x")
+        partial.rename(final)
+        system.sync_directory(place)
+        if not (final / "file").is_file() or partial.exists():
+            raise OSError("a directory was renamed, and still has its old name or no content")
+    except OSError as error:
+        why = error.strerror or str(error)
+        expected = f"a store where files and directories can be written and renamed ({why})"
+        remedy = "a file system with room; object stores mounted as one often cannot rename"
+        raise UserError(Problem("run.dir", root, expected, remedy)) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def filesystem_kind(path: Path) -> str:
+    """Return the type of the file system of a directory; "" if it is not known (not Linux)."""
+    if not _MOUNTS.is_file():
+        return ""
+    place = path.resolve()
+    found: dict[Path, str] = {}
+    for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        # proc(5) writes a space as \040. A later mount hides earlier ones.
+        mount = re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), before.split()[4])
+        found[Path(mount)] = after.split()[0]
+    return next((found[one] for one in (place, *place.parents) if one in found), "")
+
+
+def is_network(path: Path) -> bool:
+    """Whether a directory is on NFS or a similar network file system."""
+    return filesystem_kind(path) in _NETWORK
+
+
+def choose_writers(writers: str, family: str, nodes: int, network: bool) -> str:
+    """Return which ranks write, `rank0` or `all`: `writers` itself, or what `auto` means.
+
+    family: of the strategy, `ddp`, `fsdp` or `zero`
+    network: whether the checkpoints are on a network file system
+    """
+    if writers != "auto":
+        return writers
+    return "rank0" if family == "ddp" or (network and nodes > 1) else "all"
+
+
+def most_at_once(policy: CheckpointConfig, steps: int) -> int:
+    """Return how many checkpoints a run of `steps` can have at one time."""
+    spaced = steps // policy.keep_every if policy.keep_every else 0
+    return policy.keep_last + policy.keep_best + spaced + 2
+
+
+def check_room(
+    root: Path,
+    policy: CheckpointConfig,
+    steps: int,
+    checkpoint_bytes: int,
+    checkpoint_files: int,
+    run_id: str | None = None,
+) -> int:
+    """Return how many bytes must be free; UserError, with both numbers, if the disk has fewer.
+
+    Counts bytes and, if the file system has a limit, files, of at least one checkpoint. `root` need
+    not exist yet.
+
+    run_id: only checkpoints of this run are subtracted, as no others will be deleted for it; None =
+        those of any run
+    """
+    names = form.complete_names(root)
+    there = sum(run_id is None or is_of_run(root / name, run_id) for name in names)
+    missing = max(1, most_at_once(policy, steps) - there)
+    disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
+    free, files = disk.f_bavail * disk.f_frsize, missing * (checkpoint_files + 2)
+    needed = missing * checkpoint_bytes
+    remedy = "free some, put run.dir on another disk, or lower checkpoint.keep_last or keep_every"
+    problems = []
+    if free < needed:
+        expected = f"{size(needed)} free for the checkpoints that the run keeps, not {size(free)}"
+        problems.append(Problem("run.dir", root, f"{expected} ({needed} and {free} bytes)", remedy))
+    if disk.f_files and disk.f_favail < files:
+        expected = f"room for {files} files (inodes), not {disk.f_favail}"
+        problems.append(Problem("run.dir", root, expected, remedy))
+    raise_any(problems)
+    return needed
+
+
+def size(count: float) -> str:
+    """Format a number of bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PAUSES = (1, 29)  # seconds before the second and the third try
+
+
+class StoppedError(Exception):
+    """A stop was asked for while a checkpoint was being read; its text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How reading is retried.
+
+    stopping: returns the reason of a stop, or None
+    wait: sleeps for a number of seconds
+    """
+
+    stopping: Callable[[], str | None] = lambda: None
+    wait: Callable[[float], object] = time.sleep
+
+    def retry(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of `work`, which is tried up to three times if it raises OSError.
+
+        Raises OSError after the third try, StoppedError before a try if a stop was asked for.
+        """
+        for pause in PAUSES:
+            self.check_stop()
+            try:
+                return work(*args, **kwargs)
+            except OSError as error:
+                _log.warning("reading failed, next try in %d s: %s", pause, error)
+                self._rest(pause)
+        self.check_stop()
+        return work(*args, **kwargs)
+
+    def check_stop(self) -> None:
+        """Raise StoppedError if a stop was asked for."""
+        if reason := self.stopping():
+            raise StoppedError(reason)
+
+    def _rest(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.check_stop()
+            system.beat("waiting for the disk of the checkpoints")
+            self.wait(1.0)

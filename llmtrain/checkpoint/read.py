@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from llmtrain import faults, heartbeat
+from llmtrain import faults, system
 from llmtrain.agreement import attempt, from_rank_zero, refuse
-from llmtrain.checkpoint import candidates, check
+from llmtrain.checkpoint import candidates, format
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Event
+from llmtrain.checkpoint.files import Patience, StoppedError
 from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
-from llmtrain.checkpoint.retry import Patience, StoppedError
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
@@ -118,12 +118,12 @@ def _wrong(
     path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
     """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
-    checked = {name: _damage(check.file, path, name, manifest) for name in manifest.files}
+    checked = {name: _damage(format.check_file, path, name, manifest) for name in manifest.files}
     wrong = {name: damage for name, damage in checked.items() if damage}
     whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
     parts = [(name, extent) for name, entry in whole for extent in entry.extents]
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda part: _damage(check.extent, path, *part), parts)
+        found = pool.map(lambda part: _damage(format.check_extent, path, *part), parts)
         for (name, extent), damage in zip(parts, found, strict=True):
             told(extent.length)
             if damage:
@@ -157,7 +157,7 @@ def fill(
 
     def read() -> None:
         for number, piece in enumerate(pieces, 1):
-            heartbeat.beat("reading a checkpoint, by tensor", number, len(stored))
+            system.beat("reading a checkpoint, by tensor", number, len(stored))
             _read_piece(found.path, stored[piece.name], piece, patience)
 
     _vote(ranks, attempt(read).error, found.name)
@@ -212,8 +212,8 @@ def _verify_together(
     def verify_share() -> None:
         share = extents[ranks.rank :: ranks.world_size]
         for number, (name, extent) in enumerate(share, 1):
-            heartbeat.beat("verifying a checkpoint", number, len(share))
-            patience.retry(check.extent, path, name, extent)
+            system.beat("verifying a checkpoint", number, len(share))
+            patience.retry(format.check_extent, path, name, extent)
 
     damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
     return "; ".join(damage)
@@ -226,7 +226,7 @@ def _find_tensors(path: Path) -> dict[str, Any]:
         if file.endswith(form.TENSORS):
             with (path / file).open("rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
-            found |= form.places_in(file, check.tensors(path, file), start)
+            found |= form.places_in(file, format.check_tensors(path, file), start)
     return {
         name: (file, offset, tensor.dtype, tensor.shape)
         for name, (file, offset, tensor) in found.items()
@@ -283,7 +283,7 @@ def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> N
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:
     """Fill `block` from a file; OSError if the file is too short."""
-    heartbeat.again()
+    system.beat_again()
     faults.hit("load.read", step=form.step_of(path.parent.name), path=path)
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -334,7 +334,7 @@ def _vote(
         traceback = None if expected else error
         _log.warning("this rank could not read a checkpoint: %s", error, exc_info=traceback)
     vote = ranks.vote(error)
-    heartbeat.beat("looking for a checkpoint")
+    system.beat("looking for a checkpoint")
     for failed in vote.failures:
         if failed.kind == StoppedError.__name__:
             raise StoppedError(failed.text)

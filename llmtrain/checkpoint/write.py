@@ -6,6 +6,17 @@
 
 The final name exists only if the checkpoint is complete. The trap: an error of a rank is not raised
 there but becomes its failed vote, so that all ranks end the save together and with the same result.
+
+Saves in which rank 0 writes everything: the other ranks send it their parts.
+
+For one tensor after another, every rank sends its parts, some MiB at a time, and rank 0 writes
+them:
+
+    round of 16 MiB, 2 ranks     rank 0: a[0, 8)   rank 1: a[20, 28)
+                                 rank 0: a[8, 16)  rank 1: a[28, 36)  …
+
+All ranks make the same number of exchanges, so a rank that fails continues with empty messages and
+raises its error at the end. The files are the same as if every rank had written its own parts.
 """
 
 from __future__ import annotations
@@ -16,24 +27,25 @@ import json
 import logging
 import os
 import shutil
+import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from xxhash import xxh3_128
 
-from llmtrain import durable, faults, processes
+from llmtrain import faults, system
 from llmtrain.agreement import attempt
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.candidates import remove_partials
 from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
-from llmtrain.checkpoint.retention import remove_partials
-from llmtrain.safe_paths import unsafe_name
+from llmtrain.system import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec
 
 BEAT_BYTES = 64 << 20  # written between two heartbeats
@@ -120,7 +132,7 @@ def begin(
     return Begun(root, step, run_id, places, sizes, extents, started)
 
 
-def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
+def write_pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
     """Write this rank's ranges and make them durable. Returns what was written, with digests.
 
     It does not wait for other ranks and may run in any thread. Raises OSError if the disk fails,
@@ -128,10 +140,12 @@ def pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
     """
     own = list(pieces)  # views: nothing is copied
     share = sum(piece.data.nbytes for piece in own)
-    return blocks(begun, itertools.chain.from_iterable(_cut(begun, one) for one in own), share)
+    return write_blocks(
+        begun, itertools.chain.from_iterable(_cut(begun, one) for one in own), share
+    )
 
 
-def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
+def write_blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
     """Do the same as `pieces` for data in blocks. share: bytes of all blocks together."""
     found: dict[str, tuple[Extent, ...]] = {}
     counted = _count(begun, blocks, share)
@@ -139,10 +153,10 @@ def blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
     for file, group in itertools.groupby(counted, key=lambda block: block.file):
         descriptor, written = _write_ranges(begun.partial / file, group)
         found[file] = found.get(file, ()) + written
-        disk.alive(f"fsync of {file} of step {begun.step}")
+        disk.still_writing(f"fsync of {file} of step {begun.step}")
         if before:  # the previous file was synced while this one was written
             before.result()
-        before = processes.begin(partial(_sync, begun, file, descriptor), "fsync")
+        before = system.begin_in_thread(partial(_sync, begun, file, descriptor), "fsync")
     if before:
         before.result()
     return found
@@ -178,7 +192,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     _check_names(spec, small)
     if not root.is_dir():
         root.mkdir(parents=True)
-        durable.sync_directory(root.parent)
+        system.sync_directory(root.parent)
     remove_partials(root)
     final = root / form.directory_name(step)
     if os.path.lexists(final):  # renaming onto it would fail, after all the writing
@@ -198,7 +212,7 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
             sync(disk.new(partial / file, body, len(body)))
             faults.hit("save.small", step=step, path=partial / file)
     extents = {file: form.extents_of(body) for file, body in (*headers.items(), *small.items())}
-    durable.sync_directory(*form.parents(partial, extents))
+    system.sync_directory(*form.parents(partial, extents))
     return extents
 
 
@@ -244,7 +258,7 @@ def _count(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]
         path = begun.partial / block.file
         struck = faults.hit("save.write", step=begun.step, path=path, written=written, of=share)
         if written - beaten >= BEAT_BYTES:
-            disk.alive(f"writing {block.file} of step {begun.step}")
+            disk.still_writing(f"writing {block.file} of step {begun.step}")
             beaten = written
         yield block._replace(data=block.data[: block.data.nbytes // 2]) if struck else block
 
@@ -256,7 +270,7 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
     """
     found: list[Extent] = []
     hasher, start, length = xxh3_128(), 0, 0
-    with durable.close_on_error(disk.open_when_visible(path)) as descriptor:
+    with system.close_on_error(disk.open_when_visible(path)) as descriptor:
         for _, offset, block in blocks:
             if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
                 found.append(Extent(start, length, hasher.hexdigest()))
@@ -271,7 +285,7 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
 
 def _sync(begun: Begun, file: str, descriptor: int) -> None:
     """Sync and close a file as `disk.durable` does, after the failpoint `save.fsync`."""
-    with durable.close_on_error(descriptor):
+    with system.close_on_error(descriptor):
         faults.hit("save.fsync", step=begun.step, path=begun.partial / file)
     disk.durable(descriptor)
 
@@ -294,11 +308,11 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
     faults.hit("save.manifest", step=begun.step, path=temporary)
     temporary.rename(begun.partial / form.MANIFEST)
     faults.hit("save.dirsync", step=begun.step, path=begun.partial)
-    durable.sync_directory(begun.partial)
+    system.sync_directory(begun.partial)
     faults.hit("save.rename", step=begun.step, path=begun.partial)
     begun.partial.rename(begun.root / form.directory_name(begun.step))
     faults.hit("save.parentsync", step=begun.step, path=begun.root)
-    durable.sync_directory(begun.root)
+    system.sync_directory(begun.root)
     return len(manifest) + sum(entry.size for entry in files.values())
 
 
@@ -333,3 +347,87 @@ def _log_error(error: Error | None, step: int) -> Error | None:
     if error is not None:
         _log.warning("saving step %s failed on this rank", step, exc_info=error)
     return error
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Part = tuple[int, Tensor]  # offset in the file, bytes as uint8
+
+ROUND_BYTES = 16 << 20  # of all ranks together; rank 0 needs about three times as much memory
+_HEAD = struct.Struct("<QQ")  # offset in the file, number of bytes
+
+
+def collect_pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
+    """Do the same as `write_pieces`, but rank 0 writes the pieces of all ranks.
+
+    Collective; only rank 0 gets extents. An error of this rank is raised after the last exchange.
+    """
+    own = attempt(lambda: _by_name(begun, pieces))
+    failed = [own.error] if own.error else []
+    blocks = _exchange(begun, {} if own.error else own.result(), ranks, failed)
+    total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
+    found = attempt(lambda: write_blocks(begun, blocks, total) if ranks.rank == 0 else {})
+    for _ in blocks:  # every rank takes part in every exchange, even if rank 0 has failed
+        continue
+    if failed:
+        raise failed[0]
+    return found.result()
+
+
+def _by_name(begun: Begun, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(flat(begun, piece))
+    return found
+
+
+def _exchange(
+    begun: Begun, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
+) -> Iterator[Block]:
+    """Send bytes to rank 0 in rounds. Rank 0 yields them, each round in the order of the file."""
+    room = -(-ROUND_BYTES // ranks.world_size)
+    for name, place in begun.places.items():
+        system.beat(f"sending {name} to rank 0")
+        mine = _messages(own.get(name, []), room)
+        # As many rounds as one rank alone would need for the whole tensor: a rank does not know
+        # which parts the others have.
+        for _ in range(-(-form.tensor_bytes(place.tensor) // room)):
+            heard = ranks.gather(_next(mine, failed))
+            blocks = [Block(place.file, *part) for body in heard for part in _parts(body)]
+            yield from sorted(blocks, key=lambda block: block.offset)
+
+
+def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
+    """Return the next message; an empty one after the last, or if it cannot be made."""
+    message = attempt(lambda: next(messages, b""))
+    if message.error:
+        failed.append(message.error)  # raised by `pieces`
+        return b""
+    return message.result()
+
+
+def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:
+    """Yield the parts as messages with `room` bytes of data each; the last one may have fewer."""
+    message: list[bytes] = []
+    left = room
+    for offset, data in parts:
+        first = 0
+        while first < data.numel():
+            part = data[first : first + left]
+            message += [_HEAD.pack(offset + first, part.numel()), part.cpu().numpy().tobytes()]
+            first, left = first + part.numel(), left - part.numel()
+            if not left:
+                yield b"".join(message)
+                message, left = [], room
+    if message:
+        yield b"".join(message)
+
+
+def _parts(body: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Yield the parts in a message: each one's offset in the file, and its bytes."""
+    view = memoryview(body)
+    while view.nbytes:
+        offset, size = _HEAD.unpack_from(view)
+        yield offset, view[_HEAD.size : _HEAD.size + size]
+        view = view[_HEAD.size + size :]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.escapes import show
-from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, runs
-from llmtrain.cli.progress import ProgressLine
+from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, runs, show
+from llmtrain.cli.watch import ProgressLine
 from llmtrain.errors import gib, harmless
 
 if TYPE_CHECKING:

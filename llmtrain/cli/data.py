@@ -1,6 +1,8 @@
 """`llmtrain data …`: the commands to inspect and convert training data.
 
 Only typer is imported here, as in `main.py`.
+
+Lines of 80 columns with the results of `llmtrain data inspect` and `llmtrain data which`.
 """
 
 from __future__ import annotations
@@ -8,22 +10,205 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.escapes import show
-from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, RunDir
-from llmtrain.cli.progress import ProgressLine, busy
-from llmtrain.processes import cores
+from llmtrain.cli.options import (
+    WIDTH,
+    App,
+    AsJson,
+    ConfigFile,
+    Overrides,
+    RunDir,
+    clip,
+    columns,
+    show,
+    wrap,
+)
+from llmtrain.cli.watch import ProgressLine, busy
+from llmtrain.errors import harmless
+from llmtrain.system import cores
 
 if TYPE_CHECKING:
-    from llmtrain.tools.data.repack import Repacked
-    from llmtrain.tools.data.tokenize import Tokenized
+    from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
+    from llmtrain.tools.data.tokenize import Repacked, Tokenized
+    from llmtrain.tools.data.which import Found, StepDocuments
+
+
+BAR = 40
+SHOWN_DOCUMENTS = 6  # of a block
+SHOWN_LINES = 3  # of a document
+INDENT = "    "
+
+
+def inspection(found: Inspection) -> Iterator[str]:
+    """Yield counts, lengths and blocks. A number after ~ is an estimate."""
+    count = len(found.sources)
+    measured = f"in the first {found.measured_blocks:,} blocks"
+    yield f"data      {count} source{'s' * (count > 1)}, {found.lanes} lanes"
+    tokens = f"{_mark('tokens_per_byte', found)}{found.tokens_per_byte:.3f}"
+    yield f"tokens    {tokens} a byte, tokenized by {found.backend}"
+    yield f"blocks    {found.seq_len:,} tokens, {found.packing}"
+    yield f"epoch     {_mark('steps_per_epoch', found)}{found.steps_per_epoch:,} steps"
+    yield f"padding   {_mark('padding', found)}{found.padding:.1%} of the tokens {measured}"
+    cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
+    yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
+    if found.few_steps is not None:
+        first, *rest = wrap(str(found.few_steps), WIDTH - 10)
+        yield f"note      {first}"
+        yield from (f"          {line}" for line in rest)
+    if found.sequences is not None:
+        yield from _conversations(found)
+    for source in found.sources:
+        yield ""
+        yield from _source(source)
+    yield ""
+    yield from _lengths(found.lengths, "lengths" in found.estimated)
+    for block in found.blocks:
+        yield ""
+        yield from _block(block)
+
+
+def _conversations(found: Inspection) -> Iterator[str]:
+    rewriting = f"{found.rewriting:.2f} tokens for each of whole conversations"
+    yield f"chat      {found.sequences:,} sequences, {rewriting}, {found.straddles:,} cut in two"
+    for why, count in (found.rejected or {}).items():
+        yield f"          {count:,} rows rejected: {why}"
+
+
+def _mark(name: str, of: Inspection | SourceFacts) -> str:
+    """Return the mark before a value: ~ for an estimate."""
+    return "~" * (name in of.estimated)
+
+
+def _source(source: SourceFacts) -> Iterator[str]:
+    name = clip(harmless(source.name), 40)
+    yield f"source {name}: {source.files:,} files, {source.units:,} units"
+    if source.revision:
+        yield f"{INDENT}revision {source.revision}"
+    if source.estimated:
+        yield f"{INDENT}~ estimated from {source.looked_at:,} documents"
+    counts = ("documents", "heldout", "dropped", "replaced", "bytes", "tokens")
+    facts = {name: f"{getattr(source, name):,}" for name in counts}
+    facts["duplicates"] = f"{source.duplicates:,} of {source.looked_at:,}"
+    facts["epochs"] = f"{source.epochs:,.2f} in the run"
+    cells = [
+        f"{name.replace('heldout', 'held out'):<11}{_mark(name, source) + fact:<24}"
+        for name, fact in facts.items()
+    ]
+    for left, right in zip(cells[::2], cells[1::2], strict=True):
+        yield f"{INDENT}{left} {right}".rstrip()
+    if source.unread:
+        keys = ", ".join(f"{harmless(key)} ({rows})" for key, rows in sorted(source.unread.items()))
+        for line in wrap(f"not read of its first rows (in how many): {keys}", WIDTH - len(INDENT)):
+            yield INDENT + line
+
+
+def _lengths(buckets: Sequence[Bucket], estimated: bool) -> Iterator[str]:
+    looked = "of the documents that were looked at" if estimated else "of all documents"
+    yield f"lengths in tokens, {looked}"
+    most = max((bucket.documents for bucket in buckets), default=1)
+    for bucket in buckets:
+        bar = "#" * -(-BAR * bucket.documents // most)
+        span = f"{bucket.least:,}-{bucket.most:,}"
+        yield f"{INDENT}{span:>17} {bucket.documents:>11,} {bar}".rstrip()
+
+
+def _block(block: Shown) -> Iterator[str]:
+    trained = sum(end - begin for begin, end in block.trained)
+    share = trained / max(1, len(block.text))
+    padding = f", {block.padding:,} tokens of padding" if block.padding else ""
+    source = "no source" if block.source is None else harmless(block.source)
+    yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
+    edges = [0, *block.borders, len(block.text)]
+    texts = [_with_marks(block, start, stop) for start, stop in pairwise(edges)]
+    for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
+        if number:
+            yield f"{INDENT}-------- document border"
+        yield from _text(text)
+    if len(texts) > SHOWN_DOCUMENTS:
+        yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
+
+
+def _with_marks(block: Shown, start: int, stop: int) -> str:
+    """Return the text of a document; of a conversation in ⟦…⟧ what is trained."""
+    text = block.text[start:stop]
+    if not block.conversations:
+        return text
+    for begin, end in reversed(block.trained):
+        a, b = max(begin, start) - start, min(end, stop) - start
+        if a < b:
+            text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
+    return text
+
+
+def _text(text: str) -> Iterator[str]:
+    """Yield the beginning of a text, and its length if there is more of it."""
+    lines = list(_lines(text[: SHOWN_LINES * WIDTH]))
+    yield from lines[:SHOWN_LINES]
+    if len(lines) > SHOWN_LINES:  # also true if the text was cut above, as lines are < WIDTH
+        yield f"{INDENT}... ({len(text):,} characters)"
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in wrap(harmless(text), WIDTH - len(INDENT)):
+        yield (INDENT + line).rstrip()
+
+
+def step_documents(found: StepDocuments) -> Iterator[str]:
+    """Yield one line for each document in each block, and below it its text, if asked for."""
+    yield f"step {found.step}: {found.blocks} blocks, digest {found.batch_digest}"
+    yield _check(found)
+    yield ""
+    rows = [_row(document) for document in found.documents]
+    head = ("block", "tokens", "source", "id", "title")
+    limits = (12, 11, 21, 16, WIDTH)
+    widths = [
+        min(limit, max(columns(row[i]) for row in [head, *rows])) for i, limit in enumerate(limits)
+    ]
+    widths[-1] = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    yield _in_columns(head, widths)
+    for row, document in zip(rows, found.documents, strict=True):
+        yield _in_columns(row, widths)
+        if document.text is not None:
+            yield from _lines(document.text)
+
+
+def _check(found: StepDocuments) -> str:
+    """Return how the documents were checked against the logged digests."""
+    if found.checked_at == found.step:
+        return "checked: metrics.jsonl has the same digest"
+    if found.checked_at is not None:
+        return (
+            f"checked at step {found.checked_at} only, the next whose digest was logged "
+            "(logging.every_steps)"
+        )
+    return "not checked: metrics.jsonl has no digest of this step or one soon after it"
+
+
+def _row(document: Found) -> tuple[str, ...]:
+    place = f"{document.file} " + (f"{document.group}:" if document.group is not None else "")
+    cells = (
+        f"{document.g}",
+        f"{document.span[0]}:{document.span[1]}",
+        document.source,
+        document.id or "-",
+        document.title or document.url or f"{place}{document.at}",
+    )
+    return tuple(map(harmless, cells))
+
+
+def _in_columns(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [clip(cell, width) for cell, width in zip(row, widths, strict=True)]
+    gaps = [" " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join(cell + gap for cell, gap in zip(cells, gaps, strict=True)).rstrip()
+
 
 app = App()
 
@@ -45,7 +230,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Look at a config's data, before a run or beside one."""
-    from llmtrain.cli.data_views import inspection
     from llmtrain.config.load import load_config
 
     loaded = load_config(config, overrides or [])
@@ -68,7 +252,6 @@ def which(
     as_json: AsJson = False,
 ) -> None:
     """Name the documents of a step of a run."""
-    from llmtrain.cli.data_views import step_documents
 
     with busy("importing torch"):
         from llmtrain.tools.data.which import which as find
@@ -113,7 +296,7 @@ def repack(
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
     with _interruptible():
-        from llmtrain.tools.data.repack import repack as write
+        from llmtrain.tools.data.tokenize import repack as write
 
         result = write(path, out, row_group_mb, text_column, jobs or cores().count, told)
     _show(result, as_json, out)

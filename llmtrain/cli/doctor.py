@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, clip, wrap
-from llmtrain.cli.escapes import show as print_lines
-from llmtrain.cli.progress import ProgressLine
+from llmtrain.cli.options import WIDTH, clip, wrap
+from llmtrain.cli.options import show as print_lines
+from llmtrain.cli.watch import ProgressLine
 from llmtrain.errors import harmless
 
 if TYPE_CHECKING:

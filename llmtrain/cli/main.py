@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from llmtrain.cli import checkpoints, config, data, use
-from llmtrain.cli.escapes import LogLine
 from llmtrain.cli.options import (
     AccelerateFile,
     App,
     AsJson,
     ConfigFile,
     Group,
+    LogLine,
     Overrides,
     RunDir,
     configs,
@@ -84,7 +84,7 @@ def quickstart(
     ] = None,
 ) -> None:
     """Train on the built-in sample with two CPU processes."""
-    from llmtrain.tools.quickstart import quickstart as start
+    from llmtrain.tools.recipes import quickstart as start
 
     _end(start(out))
 
@@ -119,7 +119,7 @@ def init(
 
     With DATA it fits these rows, BASE and this machine; with --recipe it is one of the package's.
     """
-    from llmtrain.cli.init import write
+    from llmtrain.cli.config import write
 
     write(data or [], base, recipe, out)
 

@@ -4,20 +4,35 @@ TAB starts a process, so completion imports only typer: the keys and their value
 `config/keys.json`, a list that `scripts/reference.py` writes and a test compares with the schema.
 
     llmtrain train configs/quickstart.yaml data.pack‸   →   data.packing=auto, =concat, …
+
+What a finished start prints: what it reached, and what to do next.
+
+Show the text of documents on a terminal: without control characters, in lines of a known width.
+
+A document may contain anything. Characters that are not printable are written as escapes, so that
+they cannot move the cursor or change the direction of writing. No colours are used.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
+from unicodedata import combining, east_asian_width
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmtrain import config as config_package
+from llmtrain.errors import harmless
+from llmtrain.metrics.progress import clipped
+from llmtrain.report import verdict
+from llmtrain.report.collect import Tables, column
+from llmtrain.report.words import count, fixed, percent, seconds, short
 
 _KEYS = Path(config_package.__file__).with_name("keys.json")
 _ITEM = "*"
@@ -160,3 +175,99 @@ AccelerateFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def end_block(run: Tables, width: int = 160) -> Iterator[str]:
+    """Yield at most ten lines, between how the run ended and the path of its report.
+
+    width: of the terminal; the sample is cut there
+    """
+    if losses := column(run.evaluations, "loss"):
+        best, lowest = min(losses, key=lambda point: point[1])
+        first, last = fixed(losses[0][1]), fixed(losses[-1][1])
+        last = verdict.NOT_FINITE if verdict.ended_not_finite(run) else last
+        yield f"held-out   {first} → {last}, best {fixed(lowest)} at step {count(best)}"
+    elif verdict.ended_not_finite(run):
+        yield f"held-out   {verdict.NOT_FINITE} in every evaluation"
+    elif trained := run.numbers("loss"):
+        yield f"loss       {fixed(trained[0][1])} → {fixed(trained[-1][1])}"
+    if tokens := run.numbers("tokens"):
+        share = verdict.goodput(run)
+        good = "" if share is None else f", goodput {percent(share)}"
+        yield f"tokens     {short(tokens[-1][1])} in {seconds(run.wall_seconds)}{good}"
+    if run.samples:
+        newest = run.samples[-1]
+        said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
+        yield clipped(f"sample     {said}", width)
+    yield from (f"wrong      {said}" for said in verdict.failures(run))
+    if verdict.best_checkpoint(run):
+        for command, word in zip(verdict.uses(run), ("use", ""), strict=False):
+            yield f"{word:<11}{command}"
+    if run.status.get("state") != "finished":
+        yield "resume     give the same command again"
+    yield f"compare    llmtrain report {verdict.where(run)} OTHER --out comparison.html"
+
+
+WIDTH = 80
+
+
+def show(lines: Iterable[str], keep: str = "") -> None:
+    """Print lines, with control characters written as escapes.
+
+    Characters that the terminal's encoding lacks are also escaped. keep: as in `harmless`.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for line in lines:
+        print(harmless(line, keep))
+
+
+class LogLine(logging.Formatter):
+    """A formatter of log lines for a terminal, used until a run has set up its log file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the formatted message, with control characters escaped."""
+        return harmless(super().format(record), keep="\n")
+
+
+def columns(text: str) -> int:
+    """Return the width of a text on a terminal, in columns."""
+    return sum(_columns(char) for char in text)
+
+
+def clip(text: str, width: int) -> str:
+    """Shorten a text to a width; three dots mark that something was cut off.
+
+    It is cut between words, unless a long word would take half of the width with it.
+    """
+    if columns(text) <= width:
+        return text
+    room, kept = width - 3, ""
+    for char in text:
+        room -= _columns(char)
+        if room < 0:
+            break
+        kept += char
+    words = kept.rpartition(" ")[0]
+    return (words if 2 * columns(words) > width else kept) + "..."
+
+
+def wrap(text: str, width: int) -> Iterator[str]:
+    """Break a text into lines of at most this width, at spaces where there are any."""
+    line, used, space = "", 0, -1
+    for char in text:
+        if used + _columns(char) > width:
+            cut = space if space > 0 else len(line)
+            yield line[:cut]
+            line = line[cut:].removeprefix(" ")
+            used, space = columns(line), line.rfind(" ")
+        if char == " ":
+            space = len(line)
+        line, used = line + char, used + _columns(char)
+    yield line
+
+
+def _columns(char: str) -> int:
+    if combining(char):
+        return 0
+    return 2 if east_asian_width(char) in "WF" else 1

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.escapes import WIDTH, show, wrap
-from llmtrain.cli.progress import busy
+from llmtrain.cli.options import WIDTH, show, wrap
+from llmtrain.cli.watch import busy
 from llmtrain.distributed.plan.speed import HFU
 from llmtrain.errors import UserError, gib
 from llmtrain.report.words import seconds as in_words
@@ -46,7 +46,7 @@ def show_plan(
     write: the launch file; None = write none
     """
     from llmtrain.config.load import load_config
-    from llmtrain.training.start.trials.preflight import split_rule
+    from llmtrain.training.start.claim import split_rule
 
     devices, nodes = asked[:2]
     rules = [split_rule(devices * (nodes or 1))] if devices else []

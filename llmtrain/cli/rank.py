@@ -29,7 +29,7 @@ from llmtrain.errors import (
     first_line,
     harmless,
 )
-from llmtrain.tools.launch.last_words import leave, repeat_after_launcher
+from llmtrain.tools.launch.launch import leave_words, repeat_after_launcher
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -46,8 +46,8 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         from llmtrain.config.binding import bind
         from llmtrain.config.load import load_config
         from llmtrain.rundir import contents, failures
-        from llmtrain.training.start.trials import preflight
-        from llmtrain.training.stop.signals import install
+        from llmtrain.training.start import claim
+        from llmtrain.training.stop import install
 
         install()  # until the exit, also while the report is written, when the run has ended
         try:
@@ -55,7 +55,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         except UserError:
             # Reports these problems with those of the batch and of paths. If only the latter are
             # wrong, the run refuses them itself, so that `status.json` says so to `supervise`.
-            rules = preflight.rules_of_this_process(config_file, os.environ)
+            rules = claim.rules_of_this_process(config_file, os.environ)
             load_config(config_file, overrides, rules)
             raise
         if sys.stderr.isatty() and not _rank():
@@ -99,7 +99,7 @@ def _report(run_dir: Path) -> str:
         return ""
     import shutil
 
-    from llmtrain.cli.end_block import end_block
+    from llmtrain.cli.options import end_block
     from llmtrain.report.collect import collect
     from llmtrain.report.page import write_report
 
@@ -197,7 +197,7 @@ def _tell_launcher(error: Exception) -> None:
 def _leave(code: int, message: str) -> NoReturn:
     """Write the last message, flush and exit, without finalising the interpreter."""
     with contextlib.suppress(OSError, ValueError):  # the stream is closed, so nobody reads it
-        if not leave(os.environ, code, message) and message:
+        if not leave_words(os.environ, code, message) and message:
             print(message, file=sys.stderr)
             if code == UserError.exit_code:
                 repeat_after_launcher(os.environ, message)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.cli.escapes import show
-from llmtrain.cli.options import AsJson, runs
-from llmtrain.cli.progress import ProgressLine, busy
+from llmtrain.cli.options import AsJson, runs, show
+from llmtrain.cli.watch import ProgressLine, busy
 from llmtrain.errors import Problem, UserError, harmless
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ def evaluation(found: Evaluated) -> Iterator[str]:
 
 def exportation(found: Exported) -> Iterator[str]:
     """Yield the files, the comparison, and where it is."""
-    from llmtrain.checkpoint.disk_space import size
+    from llmtrain.checkpoint.files import size
 
     for name, count in found.files.items():
         yield f"{name:<40}{size(count):>11}"

@@ -2,6 +2,10 @@
 
 Each function takes only the sections that it checks, so that `load_config` can apply it even if
 another section is not valid.
+
+Check a model's own fields without transformers, which takes seconds to import.
+
+Lengths of time as people write them: `3h50m`, `90m`, `45s`, `1d12h`.
 """
 
 from __future__ import annotations
@@ -12,11 +16,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from llmtrain.config import secrets
-from llmtrain.config.duration import GRAMMAR, seconds
 from llmtrain.config.keys import all_keys, general_name, sections
-from llmtrain.config.model_fields import field_problems
 from llmtrain.config.schema import (
     AdapterConfig,
     CheckpointConfig,
@@ -33,6 +36,50 @@ from llmtrain.config.schema import (
 )
 from llmtrain.errors import Problem
 from llmtrain.types import Algorithm
+
+# Sizes that an architecture with such a field needs. In some architectures null or a list is valid.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_embd",
+    "n_layer",
+    "n_head",
+)
+
+
+def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
+    """Yield a problem for each size that is not a whole number above 0, and for a blank type.
+
+    prefix: of the keys, such as `model.config.`
+    """
+    for name in _SIZES:
+        value = fields.get(name)
+        if value is None or isinstance(value, list | dict):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield Problem(f"{prefix}{name}", value, "a whole number ≥ 1")
+    kind = fields.get("model_type", "none is given")  # then transformers lists those it knows
+    if not (isinstance(kind, str) and kind.strip()):
+        expected = "a model type as transformers names it, such as llama"
+        yield Problem(f"{prefix}model_type", kind, expected)
+
+
+GRAMMAR = "days, hours, minutes and seconds in this order, as 3h50m, 90m or 45s"
+_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def seconds(text: str) -> int | None:
+    """Return the seconds of a length of time; None if it is not a length of time, or is 0."""
+    found = _PARTS.fullmatch(text.strip())
+    if found is None:
+        return None
+    parts = (int(part or 0) for part in found.groups())
+    return sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) or None
+
 
 # A function that returns what is wrong with some sections; its parameters have their names.
 Rule = Callable[..., Iterable[Problem]]

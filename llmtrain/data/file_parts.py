@@ -16,11 +16,17 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.data.chat.rows import needed_columns, refused_columns
-from llmtrain.data.documents.byte_ranges import columns_of, is_part_of
 from llmtrain.data.documents.elements import ranges
-from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decoded_size, too_large
+from llmtrain.data.documents.lines import (
+    DECODED_LIMIT,
+    MIB,
+    columns_of,
+    decoded_size,
+    is_part_of,
+    too_large,
+)
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
 from llmtrain.data.documents.skipped import UnreadableError, readable
@@ -103,7 +109,7 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
 
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
-    heartbeat.beat("looking into the files of the data", file + 1, len(source.files))
+    system.beat("looking into the files of the data", file + 1, len(source.files))
     kind, compression = file_format(source.files[file].name) or ("", None)
     try:
         if source.cached:

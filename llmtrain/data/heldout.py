@@ -3,30 +3,278 @@
 A few units of a source are its evaluation units. A document in them is held out if the hash of its
 id is below a threshold. So the split does not depend on file order or on what else is read, and one
 pass over the held-out documents reads a few units, not the whole source.
+
+The held-out documents as tokens, in blocks that score every token of them once.
+
+Texts are one stream:
+
+    ids      eos  d o c u m e n t  eos  d o c  eos …        scored: the letters
+
+(a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
+
+Behind them come the conversations, which are never cut: `seq_len` ids at a time are filled with
+whole sequences and padding, and what the model would have to say is scored.
+
+With packing single each text and each sequence begins a block of its own, and ends with padding.
+
+The trap: with a document mask and no begin token, nothing precedes a document's first token, so
+training never predicts it. Then it is not scored and its bytes are not counted, so that
+bits_per_byte covers only tokens that a model could learn.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, cycle, islice
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from llmtrain import heartbeat
-from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.documents.row_places import bad_row
+from llmtrain import system
+from llmtrain.data.documents.reader import Reader, Reading, bad_row
 from llmtrain.data.documents.rows import Rows
-from llmtrain.data.heldout_set import Held, lay_out, save
 from llmtrain.data.manifest import Manifest, Source
+from llmtrain.data.packing import fit
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encoder
+from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
+from llmtrain.types import NOT_TRAINED
+
+FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
+
+
+class Held(NamedTuple):
+    """A held-out document: the number of its source, its text, its ids with separators."""
+
+    source: int
+    text: str
+    encoded: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The documents of one source in a held-out set.
+
+    bytes: UTF-8 bytes of their scored text; 0 for conversations
+    chat: whether they are conversations, of which a byte says nothing
+    """
+
+    label: str
+    documents: int
+    bytes: int
+    chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The held-out set as tokens.
+
+    ids (n,) int32
+    scored (n,) bool: which ids are scored
+    starts (m,) int64: where texts, sequences of conversations and padding begin
+    documents: number of documents
+    bytes: UTF-8 bytes of the scored text; that of conversations is not counted
+    pad: id that fills the last block
+    parts: the sources, if there are several, or if one is chat
+    owners (m,) int64: number in `parts` of the source of what begins there; None without parts
+    """
+
+    ids: np.ndarray
+    scored: np.ndarray
+    starts: np.ndarray
+    documents: int
+    bytes: int
+    pad: int
+    parts: tuple[Part, ...] = ()
+    owners: np.ndarray | None = None
+
+    def num_blocks(self, seq_len: int) -> int:
+        """Return the number of blocks of `seq_len` positions that cover every token once."""
+        return max(1, math.ceil((len(self.ids) - 1) / seq_len))
+
+    def block(self, g: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids, labels and starts of block g.
+
+        ids (S + 1,) int32
+        labels (S,) int64: −100 = not scored
+        starts (n,) int32: where documents begin in ids[:-1]; the first is 0
+
+        After the last token there is padding, as a document of its own; also in blocks after the
+        last.
+        """
+        begin = g * seq_len
+        part = slice(begin, begin + seq_len + 1)
+        ids = np.full(seq_len + 1, self.pad, dtype=np.int32)
+        scored = np.zeros(seq_len + 1, dtype=bool)
+        found = self.ids[part]
+        ids[: len(found)], scored[: len(found)] = found, self.scored[part]
+        first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
+        starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
+        starts = starts[starts < seq_len] if len(found) else starts[:1]
+        labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
+        return ids, labels, starts.astype(np.int32)
+
+    def block_parts(self, g: int, seq_len: int) -> np.ndarray:
+        """Return the number in `parts` of the source of each label of block g, (S,) int64.
+
+        Labels before the first document, and behind the last one, are not scored.
+        """
+        assert self.owners is not None, "there are no parts"
+        labels = np.arange(1, seq_len + 1) + g * seq_len
+        documents = np.searchsorted(self.starts, labels, side="right") - 1
+        found: np.ndarray = self.owners[documents.clip(0)]
+        return found
+
+
+@dataclass(slots=True)
+class _Laid:
+    """What is laid out so far, as in `HeldOut`."""
+
+    ids: list[np.ndarray]
+    scored: list[np.ndarray]
+    starts: list[int]
+    owners: list[int]
+    end: int
+
+    def add(self, owner: int, ids: np.ndarray, scored: np.ndarray) -> None:
+        self.starts.append(self.end)
+        self.owners.append(owner)
+        self.ids.append(ids)
+        self.scored.append(scored)
+        self.end += len(ids)
+
+
+def lay_out(
+    documents: Sequence[Held],
+    sources: Sequence[tuple[str, bool]],
+    tokenizer: Tokenizer,
+    *,
+    document_mask: bool,
+    seq_len: int,
+    alone: bool = False,
+) -> HeldOut:
+    """Return the set of these documents.
+
+    sources: label, and whether it has conversations
+    alone: whether each document, or sequence of one, begins a block
+    """
+    texts = [one for one in documents if not one.encoded.cuts]
+    no_begin_token = tokenizer.bos is None and not alone
+    first = np.array([tokenizer.eos] if no_begin_token else [], np.int32)
+    laid = _Laid([first], [np.zeros(len(first), dtype=bool)], [], [], len(first))
+    sizes = [0] * len(sources)
+    for owner, text, encoded in texts:
+        mask, nbytes = _score(text, encoded.ids, tokenizer, document_mask)
+        laid.add(owner, encoded.ids, mask)
+        sizes[owner] += nbytes
+        if alone:
+            _pad(laid, -laid.end % seq_len, tokenizer.pad)
+    if len(texts) < len(documents):
+        if not texts:
+            laid = _Laid([], [], [], [], 0)
+        _add_conversations(laid, documents, seq_len, tokenizer.pad, alone=alone)
+    parts: tuple[Part, ...] = ()
+    owners: np.ndarray | None = None
+    if len(sources) > 1 or sources[0][1]:
+        counts = [sum(one.source == k for one in documents) for k in range(len(sources))]
+        parts = tuple(
+            Part(label, counts[k], sizes[k], chat) for k, (label, chat) in enumerate(sources)
+        )
+        owners = np.array(laid.owners, np.int64)
+    found = (np.concatenate(laid.ids), np.concatenate(laid.scored), np.array(laid.starts, np.int64))
+    return HeldOut(*found, len(documents), sum(sizes), tokenizer.pad, parts, owners)
+
+
+def _add_conversations(
+    laid: _Laid, documents: Sequence[Held], seq_len: int, pad: int, *, alone: bool
+) -> None:
+    """Lay out the sequences of conversations, each whole within `seq_len` ids.
+
+    What is left of these ids is padding, as a document of its own. A sequence's first id is never
+    scored: in the stream, that of another one precedes it.
+    """
+    sequences = [
+        (one.source, one.encoded.ids[first:stop], trained[first:stop])
+        for one in documents
+        if (trained := one.encoded.trained) is not None
+        for first, stop in pairwise(one.encoded.cuts)
+    ]
+    _pad(laid, -laid.end % seq_len, pad)
+    if alone:
+        bins = [[index] for index in range(len(sequences))]
+    else:
+        bins = fit([len(ids) for _, ids, _ in sequences], seq_len)
+    for members in bins:
+        for owner, ids, trained in (sequences[index] for index in members):
+            laid.add(owner, ids, np.concatenate(([False], trained[1:])))
+        _pad(laid, -laid.end % seq_len, pad)
+
+
+def _pad(laid: _Laid, size: int, pad: int) -> None:
+    if size:
+        laid.add(0, np.full(size, pad, np.int32), np.zeros(size, dtype=bool))
+
+
+def _score(
+    text: str, ids: np.ndarray, tokenizer: Tokenizer, document_mask: bool
+) -> tuple[np.ndarray, int]:
+    """Return which tokens of a document are scored, (n,) bool, and the UTF-8 bytes of their text.
+
+    Separators are not scored. With a document mask and no begin token, neither are the tokens of
+    the first character.
+    """
+    mask, size = np.ones(len(ids), dtype=bool), len(text.encode())
+    mask[-1] = False
+    if tokenizer.bos is not None:
+        mask[0] = False
+    elif document_mask:
+        for count in range(1, min(FIRST_TOKENS, len(ids) - 1) + 1):
+            first = tokenizer.decode(ids[:count])
+            if first and text.startswith(first):
+                mask[:count] = False
+                return mask, size - len(first.encode())
+        mask[0] = False  # the tokenizer changes the text: leave out the bytes of an average token
+        return mask, size - size // max(1, len(ids) - 1)
+    return mask, size
+
+
+def load(path: Path) -> HeldOut | None:
+    """Return what `save` wrote, or None if nothing was held out."""
+    from safetensors import safe_open
+
+    if not path.exists():
+        return None
+    with safe_open(str(path), framework="numpy") as file:
+        facts = json.loads(file.metadata()["heldout"])
+        parts = tuple(Part(**part) for part in facts.get("parts", ()))
+        ids, scored, starts = (file.get_tensor(name) for name in ("ids", "scored", "starts"))
+        owners = file.get_tensor("owners") if parts else None
+        documents, size, pad = (facts[name] for name in ("documents", "bytes", "pad"))
+        return HeldOut(ids, scored, starts, documents, size, pad, parts, owners)
+
+
+def save(held: HeldOut, path: Path) -> None:
+    """Write a set as a safetensors file."""
+    from safetensors.numpy import save as to_bytes
+
+    facts: dict[str, object] = {
+        "documents": held.documents,
+        "bytes": held.bytes,
+        "pad": held.pad,
+    }
+    tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
+    if held.owners is not None:
+        facts["parts"] = [asdict(part) for part in held.parts]
+        tensors["owners"] = held.owners
+    system.write_durably(path, to_bytes(tensors, {"heldout": json.dumps(facts)}))
+
 
 MIN_UNITS = 8
 MIN_DOCUMENTS = 16
@@ -180,7 +428,7 @@ def prepare(
     ]
     documents: list[Held] = []
     for one in islice(in_turn(streams), max_documents):
-        heartbeat.beat("tokenizing the held-out documents", len(documents) + 1, max_documents)
+        system.beat("tokenizing the held-out documents", len(documents) + 1, max_documents)
         documents.append(one)
     parts = [(source.label, source.form is not None) for source in asked]
     held = lay_out(

@@ -6,6 +6,12 @@
 After the last unit of its list a lane continues with epoch e + 1, without waiting for the others.
 Its whole state is one cursor per source. The trap: lanes share nothing but a cache of decoded
 units, so that the blocks of one lane never depend on which others this process has opened.
+
+Decides which source each block comes from: a pure function of g, without state to resume.
+
+g times the golden ratio, modulo 1, is spread evenly over [0, 1) in any stretch of blocks. This
+interval is cut into parts, one for each source, as long as the source's share. In any 32 blocks in
+a row, each source then has its share to within 2 blocks.
 """
 
 from __future__ import annotations
@@ -20,16 +26,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmtrain.data.chat.rows import BadRowError
-from llmtrain.data.documents.reader import Reader
-from llmtrain.data.documents.row_places import bad_row, row_order, unit_at, units_of
+from llmtrain.data.documents.reader import Reader, bad_row, row_order, unit_at, units_of
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.mixing import shares, source_of
 from llmtrain.data.packing import START, Document, Packed, Packing, Span, open_packing
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encodes
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return each weight's share of 2^32 as an integer, at least 1."""
+    total = sum(weights)
+    return tuple(max(1, round(2**32 * weight / total)) for weight in weights)
+
+
+def source_of(g: int, integers: Sequence[int]) -> int:
+    """Return the source of block g.
+
+    integers: `shares(weights)`, with 0 for sources that have ended
+    """
+    x = (((g * _GOLDEN) & _MASK) * sum(integers)) >> 64
+    for index, share in enumerate(integers):
+        if x < share:
+            return index
+        x -= share
+    raise AssertionError("x is below the sum of all shares")
+
 
 FEW_UNITS = 768
 CHAT_LANES = 8

@@ -33,13 +33,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from llmtrain import faults, heartbeat
+from llmtrain import faults, system
 from llmtrain.data.batches import batch_of
-from llmtrain.data.documents.byte_ranges import refetch_warning
+from llmtrain.data.documents.lines import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.remote.request import Stopping
+from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.survey import differing_tokenizer
 from llmtrain.data.tokens.encode import Encoder, open_encoder
 from llmtrain.data.workers import (
@@ -136,7 +136,7 @@ class Stream(Iterator[Batch]):
         Raises UserError for bad data, RunError if it cannot be read or a worker died.
         """
         began = time.perf_counter()
-        heartbeat.beat("waiting for data")
+        system.beat("waiting for data")
         faults.hit("data.next")
         first = self._next_block
         self._next_block += self._blocks_per_step
@@ -147,7 +147,7 @@ class Stream(Iterator[Batch]):
                 self._running.discard(self._g % self._manifest.lanes)
             numbered.append((self._g, block))
             self._g += self._world_size
-        heartbeat.beat("a step, its data is there")
+        system.beat("a step, its data is there")
         return batch_of(
             numbered,
             self._manifest,

@@ -5,11 +5,14 @@
     later starts:   manifest.load  ─►  check(manifest, …)                  ◄──────────────┘
 
 `file_parts.py` finds the parts of files and cuts them into units.
+
+What it means for a run that a source has conversations, and how that is found out.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,16 +21,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import heldout
+from llmtrain.data.chat.rows import BadRowError, contents, form_of, our_names, to_example
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.file_parts import Part, cut, inspect, missing_column, text_size
-from llmtrain.data.forms import max_epochs, plain, unfit_packing, with_form
+from llmtrain.data.file_parts import Part, cut, first_columns, inspect, missing_column, text_size
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, Manifest, Source, TokenizerFacts, load
-from llmtrain.data.remote.request import Stopping
+from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
 from llmtrain.data.token_cache.source import check_tokenizer
@@ -35,6 +38,50 @@ from llmtrain.data.tokens.encode import Encoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, harmless, raise_any
 from llmtrain.hashing import mix
+
+
+def with_form(source: Source, key: str, reader: Reader) -> Source:
+    """Return the source with the form of its conversations, if its first file has one.
+
+    Raises UserError for columns that the source lacks, and for judged answers (`form_of`).
+    """
+    there = first_columns(source, key, reader)
+    if not there:
+        return source
+    columns = f"{key}.columns"
+    ours = our_names(there, source.columns, columns)
+    return replace(source, form=form_of(ours, columns, source.columns))
+
+
+def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:
+    """Yield what of the packing does not go with conversations."""
+    if chat and data.packing == "concat":
+        expected = "bestfit, single or auto with conversations: concat would cut them anywhere"
+        also = "" if data.document_mask is not False else " with data.document_mask=auto"
+        yield Problem("data.packing", "concat", expected, f"data.packing=auto{also}")
+    if chat and data.document_mask is False:
+        expected = "true or auto with conversations: those of a block must not see each other"
+        yield Problem("data.document_mask", False, expected, "data.document_mask=auto")
+
+
+def max_epochs(source: Source, epochs: float | None) -> int | None:
+    """Return the passes over a source: over conversations as many as the run has epochs."""
+    if source.max_epochs is None and source.form is not None and epochs is not None:
+        return math.ceil(epochs)
+    return source.max_epochs
+
+
+def plain(source: Source, texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts for a tokenizer: of a conversation what is said in it, not its JSON."""
+    for text in texts:
+        if source.form is None:
+            yield text
+            continue
+        try:
+            yield contents(to_example(text, source.form, source.columns, source.reading))
+        except BadRowError:
+            continue  # the first rows are checked, and later ones when they are read
+
 
 _log = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -158,7 +205,7 @@ def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:
             raise UserError(Problem(f"data.sources.{i}.path", source.path, expected, remedy))
     texts = chain.from_iterable(heldout.in_turn(_units(survey)))
     for number, text in enumerate(_up_to(limit_bytes, texts), 1):
-        heartbeat.beat("training a tokenizer", number)
+        system.beat("training a tokenizer", number)
         yield text
 
 

@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Final, TypeAlias
 
-from llmtrain import faults, processes
+from llmtrain import faults, system
 from llmtrain.data.lanes import Block
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
@@ -85,7 +85,7 @@ def start_worker(worker_id: int) -> None:
     faults.install(os.environ)
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    processes.signal_on_death_of_parent(signal.SIGKILL)
+    system.signal_on_death_of_parent(signal.SIGKILL)
     rank = parent_process()
     if rank is not None and not rank.is_alive():  # it died before the line above
         os._exit(1)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError, harmless
 
@@ -106,7 +106,7 @@ class _File(logging.FileHandler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is not None and durable.is_gone(Path(self.baseFilename)):
+        if self.stream is not None and system.is_gone(Path(self.baseFilename)):
             self._make_again(self.stream.fileno())
         super().emit(record)
 

@@ -5,28 +5,288 @@ Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, a
 run. The trap: a tracker is an outside service. Its exceptions must never end the run: a failure is
 reported as one event, and the tracker is tried again every 100 logs. One that never answers is
 waited for once, and then opened beside the run.
+
+How each tracker's run is opened, or continued after an earlier start.
+
+All four write into the run directory, unless the tracker's own variables say otherwise. TensorBoard
+and Weights & Biases go through accelerate's trackers. MLflow and trackio do not: accelerate's
+MLflow tracker works on the one run and address of the process, so that a second run in a notebook
+would go to the store of the first, and it fails where a resume has changed a value of the config.
+Its trackio tracker adds a value of its own to the config, and trackio keeps a finished run as its
+current one.
+
+The trap: a library may write to stdout, ask its maker's server for something or wait for minutes.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import os
+import posixpath
+import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.config.schema import TrackerName
 from llmtrain.errors import Problem, UserError, needed_on_disk
-from llmtrain.metrics.services import Case, Opened, open_service
-from llmtrain.processes import begin
+from llmtrain.system import begin_in_thread
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+
+_PROJECT = "llmtrain"
+
+# Nothing is sent to MLflow's makers; a store of files is allowed, since one of SQLite takes 2.6 s
+# to open and four times as long for each line; a server that is away costs seconds, not minutes.
+_MLFLOW_VARIABLES = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_CONFIGURE_LOGGING": "false",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
+_MLFLOW_ID = "llmtrain.id"  # a tag, since MLflow chooses the id of a run itself
+_NOT_IN_NAMES = re.compile(r"[^\w./ :-]", re.ASCII)
+_AT_ONCE, _LONGEST = 100, 6000  # params in a call; characters of one
+
+
+class Service(Protocol):
+    """What takes the values of a run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> object:
+        """Take the values of a step."""
+
+    def finish(self) -> object:
+        """Write what is still in memory, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tracker's run. address: where a person finds it, a URL or a directory."""
+
+    service: Service
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a tracker is told about the run.
+
+    run_id: the tracker's id of it, the same at every start
+    name: for people
+    config: values by key, without secrets
+    step: the last finished step
+    """
+
+    run_dir: Path
+    run_id: str
+    name: str
+    config: Mapping[str, Any]
+    step: int
+
+
+def open_service(name: TrackerName, case: Case, failed: Callable[[str], None]) -> Opened:
+    """Open a tracker's run, or continue it. Raises whatever the tracker's library raises.
+
+    failed: called with the reason of a failure that the library does not raise
+    """
+    match name:
+        case "tensorboard":
+            return _open_tensorboard(case)
+        case "wandb":
+            return _open_wandb(case)
+        case "mlflow":
+            return _open_mlflow(case)
+        case "trackio":
+            return _open_trackio(case, failed)
+    assert_never(name)
+
+
+def _open_tensorboard(case: Case) -> Opened:
+    from accelerate.tracking import TensorBoardTracker
+
+    # purge_step: drop what a killed start logged after the checkpoint; redone steps log it again.
+    tracker = TensorBoardTracker("tensorboard", str(case.run_dir), purge_step=case.step + 1)
+    tracker.start()
+    # As text, because TensorBoard's hyperparameters would add a run to its list at every start.
+    text = json.dumps(case.config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
+    tracker.log({"config": f"    {text}"}, step=case.step)
+    return Opened(tracker, str(case.run_dir / "tensorboard"))
+
+
+def _open_wandb(case: Case) -> Opened:
+    from accelerate.tracking import WandBTracker
+
+    tracker = WandBTracker(
+        os.environ.get("WANDB_PROJECT") or _PROJECT,
+        id=case.run_id,
+        name=case.name,
+        dir=str(case.run_dir),
+        resume="allow",
+        settings={"console": "off"},  # it would record the progress line, frame by frame
+    )
+    tracker.start()
+    tracker.store_init_configuration(dict(case.config))
+    run = tracker.tracker
+    return Opened(tracker, str(Path(run.dir).parent) if run.offline else run.url)
+
+
+class _MLflow:
+    """A run in MLflow. It takes numbers only."""
+
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)  # noqa: TID251 a time stamp
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        metrics = [Metric(_allowed(name), value, now, step) for name, value in numbers.items()]
+        if metrics:
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _allowed(name: str) -> str:
+    """Return the name of a metric as MLflow takes it: names of sources may have other signs."""
+    return posixpath.normpath(_NOT_IN_NAMES.sub("_", name))
+
+
+def _open_mlflow(case: Case) -> Opened:
+    for variable, value in _MLFLOW_VARIABLES.items():
+        os.environ.setdefault(variable, value)
+    from mlflow import MlflowClient
+
+    here = case.run_dir.absolute() / "mlruns"
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    client = MlflowClient(uri or here.as_uri())
+    run = _mlflow_run(client, case)
+    run_id, experiment_id = run.info.run_id, run.info.experiment_id
+    _keep_config(client, run, case.config)
+    page = f"/#/experiments/{experiment_id}/runs/{run_id}"
+    address = f"{uri.rstrip('/')}{page}" if uri and uri.startswith("http") else uri or str(here)
+    return Opened(_MLflow(client, run_id), address)
+
+
+def _mlflow_run(client: MlflowClient, case: Case) -> Run:
+    """Return the run that has our id as a tag, or a new one with it.
+
+    So a kill between the making of a run and the writing of its id leaves no second run.
+    """
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+    found = client.get_experiment_by_name(name)
+    experiment = found.experiment_id if found else client.create_experiment(name)
+    tagged = f"tags.`{_MLFLOW_ID}` = '{case.run_id}'"
+    for run in client.search_runs([experiment], tagged, max_results=1):
+        client.update_run(run.info.run_id, status="RUNNING")
+        return run
+    return client.create_run(experiment, run_name=case.name, tags={_MLFLOW_ID: case.run_id})
+
+
+def _keep_config(client: MlflowClient, run: Run, config: Mapping[str, Any]) -> None:
+    """Write the config as params, and values that a resume has changed as tags.
+
+    MLflow never changes a param.
+    """
+    from mlflow.entities import Param, RunTag
+
+    known = run.data.params
+    values = {_allowed(key): str(value)[:_LONGEST] for key, value in config.items()}
+    params = [Param(key, value) for key, value in values.items() if key not in known]
+    changed = [
+        RunTag(f"changed.{key}", value)
+        for key, value in values.items()
+        if known.get(key, value) != value
+    ]
+    for i in range(0, max(len(params), len(changed)), _AT_ONCE):
+        part = slice(i, i + _AT_ONCE)
+        client.log_batch(run.info.run_id, params=params[part], tags=changed[part])
+
+
+class _Trackio:
+    """A run in trackio, whose thread writes every half second.
+
+    trackio raises nothing: it warns, in the log of rank 0, and remembers which warnings it gave.
+    """
+
+    def __init__(self, run: Any, failed: Callable[[str], None]) -> None:
+        self._run = run
+        self._failed = failed
+        self._told: set[str] = set()
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self._run.log(values, step=step)
+        self._tell()
+
+    def finish(self) -> None:
+        with _printed():  # not `trackio.finish`, which knows only the run of its own thread
+            self._run.finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Report the first warning. trackio is not waited for, so later values go there, too."""
+        if not self._told and (warned := set(self._run._warned_failures)):
+            self._told = warned
+            self._failed(f"{', '.join(sorted(warned))}: trackio's warning is in logs/rank-0.log")
+
+
+def _open_trackio(case: Case, failed: Callable[[str], None]) -> Opened:
+    with _variable("TRACKIO_DIR", str(case.run_dir.absolute() / "trackio")), _printed():
+        import trackio
+
+        run = trackio.init(
+            _PROJECT,
+            name=f"{case.name}-{case.run_id}",  # the name is what trackio knows a run by
+            resume="allow",
+            config=dict(case.config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+    return Opened(_Trackio(run, failed), run.url or str(trackio.utils.TRACKIO_DIR))
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a while, unless it is set.
+
+    trackio reads TRACKIO_DIR when it is imported: later runs of a process share that directory.
+    """
+    if os.environ.get(name):
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _printed() -> Iterator[None]:
+    """Keep what a library prints on stdout, which belongs to commands, for the log."""
+    with redirect_stdout(io.StringIO()) as said:
+        yield
+    logging.getLogger("trackio").info("%s", said.getvalue().strip())
+
 
 RETRY_EVERY = 100
 PATIENCE_SECONDS = 15.0  # for all trackers of a start together; then the run goes on without them
@@ -79,7 +339,7 @@ class _Guarded:
         if self.name in _LOCAL:
             return work()
         if self._opening is None:
-            self._opening = begin(work, f"tracker-{self.name}")
+            self._opening = begin_in_thread(work, f"tracker-{self.name}")
         try:
             found = self._opening.result(max(0.0, self._until - time.monotonic()))
         except TimeoutError:
@@ -182,7 +442,7 @@ def _ids(names: Sequence[TrackerName], path: Path) -> dict[str, str]:
     ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
     if ids != kept:
         with needed_on_disk(path):
-            durable.write(path, (json.dumps(ids, indent=2) + "\n").encode())
+            system.write_durably(path, (json.dumps(ids, indent=2) + "\n").encode())
     return ids
 
 

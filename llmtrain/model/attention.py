@@ -16,16 +16,54 @@ Models with sliding windows, sinks, soft caps or masks of their own keep transfo
 which hides documents from each other where `position_ids` restart. It does so only without a cache
 and without an `attention_mask`. Our function supports neither, so a model uses it only after
 `install` has compared the two.
+
+The positions and borders of a micro-batch's documents, as arguments of the model.
+
+    starts         [0, 3] [0]               two rows of five tokens
+    position_ids   [0 1 2 0 1] [0 1 2 3 4]
+    cu_seq_lens    0 3 5 10                 borders in the rows joined end to end
+    max_length     5
+
+For a compiled model, to which another number of documents would be another shape:
+
+    cu_seq_lens    0 3 5 10 10 10 10 10     the last border, up to a power of two
+    max_length     5                        always seq_len
+
+Kernels of state-space and linear attention layers take such borders too, on CUDA, if all rows are
+one (`JOINED`):
+
+    position_ids   [0 1 2 0 1 0 1 2 3 4]    (1, B·T), so the model gets the ids in that shape
+    seq_idx        [0 0 0 1 1 2 2 2 2 2]
+
+Rows of one document each (packing single) need none of them: padding is behind the document, where
+a causal model does not see it. Such rows are cut behind the last position that any of them needs.
+Only a rope that depends on length and the loss of a router have to be told what is padding.
+
+They are computed in numpy. torch would start its threads for arrays of this size, which takes up to
+milliseconds on busy cores.
+
+Rotary positions whose frequencies a model chooses by the length of what it is given.
+
+LongRoPE has two sets of factors: short ones for up to `original_max_position_embeddings` tokens,
+long ones beyond. transformers chooses by the largest position of the whole micro-batch:
+
+    alone            24 tokens → short factors      40 tokens → long factors     (original: 32)
+    side by side     24 and 40 tokens → long factors for both: other logits for the shorter one
+
+`by_document` makes the choice once for each document, so that packed documents and rows of a batch
+get what each gets alone. The config and the weights stay what they are: whoever opens the model in
+transformers finds the same choice for a text by itself.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -34,7 +72,79 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmtrain.errors import Problem, raise_any
-from llmtrain.model import rope
+from llmtrain.types import NOT_TRAINED
+
+_ARGUMENTS = ("x", "position_ids", "layer_type")  # of each forward that `dynamic_rope_update` wraps
+
+
+def rope_by_document(model: PreTrainedModel) -> None:
+    """Let LongRoPE choose its factors for each document by itself. Other models are left alone.
+
+    A document begins where `position_ids` restart at 0. Without `position_ids` each row is one.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        named = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+        if "longrope" in named and _choose not in module._forward_hooks.values():
+            module.register_forward_hook(_choose, with_kwargs=True)
+
+
+def rope_change(model: PreTrainedModel) -> tuple[str, int] | None:
+    """Return the kind of rope whose frequencies depend on length, and up to how many tokens not.
+
+    Returns None for a model whose frequencies are always the same.
+    """
+    config = model.config.get_text_config()
+    found = []
+    for rope in _ropes(config):
+        if rope["rope_type"] == "longrope":
+            found.append(("longrope", int(rope["original_max_position_embeddings"])))
+        elif "dynamic" in rope["rope_type"]:
+            found.append((str(rope["rope_type"]), int(config.max_position_embeddings)))
+    return min(found, key=lambda one: one[1], default=None)
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parameters of each rope: a model may have one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (one for one in parameters.values() if isinstance(one, Mapping))
+
+
+def _choose(module: nn.Module, args: tuple[Any, ...], keywords: Any, output: Any) -> Any:
+    """Return cosines and sines, (B, T, D) each, with short factors in every short document.
+
+    output: with long factors everywhere, if any document is long; else with short ones.
+    """
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | keywords
+    config: Any = module.config
+    layer = given.get("layer_type")
+    rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
+    if rope["rope_type"] != "longrope":
+        return output
+    long = _is_long(given["position_ids"], rope["original_max_position_embeddings"])
+    short = module.forward(**given | {"position_ids": given["position_ids"].masked_fill(long, 0)})
+
+    def pick(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(long[..., None], one, other)
+
+    # Two tensors, or one of complex numbers.
+    return pick(output, short) if isinstance(output, Tensor) else tuple(map(pick, output, short))
+
+
+def _is_long(positions: Tensor, original: int) -> Tensor:
+    """Return whether each position's document has more than `original` tokens, (B, T) bool.
+
+    positions: (B, T) int64, counted in each document.
+    """
+    count = positions.shape[-1]
+    # Where a document that is long enough has the position `original`.
+    place = torch.arange(count, device=positions.device) - positions + original
+    there = positions.gather(-1, place.clamp(0, count - 1)) == original
+    return (positions >= original) | ((place < count) & there)
+
 
 KEY = "model.attention_backend"
 NAME = "llmtrain"
@@ -94,7 +204,7 @@ def install(
 
 def use(model: PreTrainedModel, name: str) -> None:
     """Let a model, which may be on meta, use the attention that `install` has returned for it."""
-    rope.by_document(model)
+    rope_by_document(model)
     AttentionInterface.register(NAME, attention)
     if name == NAME:
         model.set_attn_implementation(NAME)
@@ -364,3 +474,99 @@ def _refuse_other_masks(seq_len: int) -> Callable[..., None]:
             raise OtherAttentionError("its masks are not plainly causal")
 
     return no_mask
+
+
+JOINED = "joined"  # in place of an attention's name: borders for all kernels, rows end to end
+STEP = 64  # positions: kernels are no slower for a row rounded up to it
+
+
+def document_tensors(
+    starts: Sequence[np.ndarray],
+    seq_len: int,
+    name: str,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of `LossModule.forward` that hide documents from each other.
+
+    starts: as in `Batch`, one array a row.
+    name: the model's attention, or `JOINED`.
+    compiled: whether the model is compiled.
+
+    The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
+    (n + 1,) int32, and max_length. For `JOINED` it has these too, position_ids as (1, B·T), and
+    seq_idx, (1, B·T) int32, the number of each position's document. A compiled model gets
+    cu_seq_lens with empty documents at the end, so that few lengths occur. Copies to CUDA do not
+    wait for the device.
+    """
+    total = len(starts) * seq_len
+    # The documents of the rows joined end to end.
+    first = np.concatenate([row.astype(np.int64) + i * seq_len for i, row in enumerate(starts)])
+    lengths = np.diff(first, append=total)
+    positions = np.arange(total) - np.repeat(first, lengths)
+    rows = 1 if name == JOINED else len(starts)
+    found: dict[str, Any] = {"position_ids": on_device(device, positions.reshape(rows, -1))}
+    if name == JOINED:
+        numbers = np.repeat(np.arange(len(first), dtype=np.int32), lengths)
+        found["seq_idx"] = on_device(device, numbers[None])
+    if name in (NAME, JOINED):
+        borders = np.append(first, total).astype(np.int32)
+        if compiled:
+            empty = _power_of_two(len(borders)) - len(borders)
+            borders = np.pad(borders, (0, empty), constant_values=total)
+        found["cu_seq_lens"] = on_device(device, borders)
+        found["max_length"] = seq_len if compiled else round_up(int(lengths.max()), seq_len)
+    return found
+
+
+def needed_rows(labels: np.ndarray, *, compiled: bool = False) -> int:
+    """Return how many positions of rows that end with padding a forward needs.
+
+    labels: (B, T) int64; behind the last one that has a loss there is padding.
+    compiled: whether the model is compiled, which takes time for each new shape.
+    """
+    (columns,) = np.nonzero((labels != NOT_TRAINED).any(axis=0))
+    last = int(columns[-1]) + 1 if len(columns) else 1
+    up = _power_of_two(max(last, STEP)) if compiled else -(-last // STEP) * STEP
+    return min(up, int(labels.shape[1]))
+
+
+def padding_tensors(
+    labels: np.ndarray, device: torch.device, *, by_length: bool, routed: bool
+) -> dict[str, Any]:
+    """Return the arguments of `LossModule.forward` for rows that end with padding.
+
+    Only what a model computes of whole rows needs to know of it.
+
+    labels: (B, T) int64; behind the last one of a row that has a loss there is padding.
+    by_length: whether the model's rope depends on the length of a document: position_ids, (B, T)
+        int64, with padding at position 0.
+    routed: whether the model is trained with the loss of a router: real, (n,) int64.
+    """
+    trained = labels != NOT_TRAINED
+    real = np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)  # one follows, or it is one
+    found: dict[str, Any] = {}
+    if by_length:
+        found["position_ids"] = on_device(device, np.where(real, np.arange(labels.shape[1]), 0))
+    if routed:
+        found["real"] = on_device(device, np.flatnonzero(real))
+    return found
+
+
+def round_up(longest: int, seq_len: int) -> int:
+    """Round up to a power of two, at most seq_len, so that kernels see few different lengths."""
+    return min(_power_of_two(longest), seq_len)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def on_device(device: torch.device, array: np.ndarray) -> Tensor:
+    """Return the array on the device. A copy to CUDA does not wait for the device."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

@@ -24,10 +24,9 @@ from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.model.base import KEY, Base
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
-from llmtrain.model.tokenizer import SpecialTokens
-from llmtrain.model.trainable.freeze import freeze
+from llmtrain.model.tokenizer import SpecialTokens, grow, rows_for, set_rows
+from llmtrain.model.trainable import freeze
 from llmtrain.model.untrusted import quantized
-from llmtrain.model.vocabulary import grow, rows_for, set_rows
 
 _log = logging.getLogger(__name__)
 

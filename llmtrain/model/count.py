@@ -36,11 +36,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import first_line
-from llmtrain.model import attention, recompute
-from llmtrain.model.head import Head, examine
+from llmtrain.model import attention, shape, trainable
+from llmtrain.model import trainable as freezing
+from llmtrain.model.loss import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
-from llmtrain.model.trainable import adapters
-from llmtrain.model.trainable import freeze as freezing
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
@@ -68,7 +67,7 @@ def count_saved(
     arithmetic: `fp32`, `bf16` (parameters are bf16 while computing) or `autocast`.
     checkpointing: `none`, `selective` or `full`.
     freeze: patterns of `model.freeze`.
-    adapter, new_tokens: as of `adapters.attach`; None = no adapter.
+    adapter, new_tokens: as of `trainable.attach`; None = no adapter.
 
     Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
     match nothing.
@@ -110,8 +109,8 @@ def _count(
     whole = on_meta(model_config)
     freezing.freeze(whole, freeze)
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
-    adapters.attach(whole, adapter, new_tokens, meta=True)
-    targets = adapters.adapted_layers(whole)
+    trainable.attach(whole, adapter, new_tokens, meta=True)
+    targets = trainable.adapted_layers(whole)
     number = len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
     with fake_tensors():
@@ -124,13 +123,13 @@ def _count(
         if targets:
             empty = on_meta(described)
             attention.use(empty, name)
-            adapters.inject(empty, adapter, targets, new_tokens, meta=True)
+            trainable.inject(empty, adapter, targets, new_tokens, meta=True)
         with fake_tensors():
             if targets:
                 model = _fill(empty, arithmetic)
             else:
                 model = _model(described, arithmetic, name, frozen)
-            recompute.apply(model, checkpointing)
+            shape.apply_checkpointing(model, checkpointing)
             return _watch(model, seq_len, arithmetic, back=back)
 
     if short:
@@ -185,7 +184,7 @@ def _fill(model: PreTrainedModel, arithmetic: str) -> PreTrainedModel:
                     if isinstance(one, nn.Parameter):
                         empty = nn.Parameter(empty, requires_grad=one.requires_grad)
                     held[name] = made.setdefault(id(one), empty)
-    adapters.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
+    trainable.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
     return model.train()
 
 

@@ -2,23 +2,35 @@
 
 The model is built on meta, without memory, weights or a download. Parameters are identified by the
 object, not by name, so that a tied parameter counts once.
+
+`model.activation_checkpointing`: activations that the backward recomputes.
+
+    none        nothing is recomputed: every tensor that the backward needs is kept
+    selective   the results of matrix products and attention, which are expensive, are kept
+    full        whole blocks are recomputed: only the input of each block is kept
+
+The random state is restored for the second forward, so dropout is the same and gradients do not
+change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, first_line
-from llmtrain.model.trainable import adapters, quantized
-from llmtrain.model.trainable import freeze as freezing
+from llmtrain.model import trainable
+from llmtrain.model import trainable as freezing
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
 # The errors of transformers' models for a config with inconsistent values.
@@ -51,7 +63,7 @@ def census(
     """Return the shape of the model that `build` makes from this config.
 
     freeze: patterns of `model.freeze`.
-    adapter, new_tokens: as of `adapters.attach`; None = no adapter.
+    adapter, new_tokens: as of `trainable.attach`; None = no adapter.
     updates: as for `shape`
 
     Raises UserError for patterns that cannot be applied. It takes about a tenth of a second for
@@ -61,9 +73,9 @@ def census(
     freezing.freeze(model, freeze)
     if adapter is None or adapter.kind == "none":
         return shape(model, updates=updates)
-    four_bits = quantized.layers(model) if adapter.kind == "qlora" else []
+    four_bits = trainable.linear_layers(model) if adapter.kind == "qlora" else []
     weights = {id(model.get_submodule(name).weight) for name in four_bits}
-    adapters.attach(model, adapter, new_tokens, meta=True)
+    trainable.attach(model, adapter, new_tokens, meta=True)
     found = shape(model, updates=updates)
     marked = zip(found.parameters, model.parameters(), strict=True)
     parameters = tuple(replace(one, quantized=id(p) in weights) for one, p in marked)
@@ -235,3 +247,43 @@ def _heads(layer: Any) -> int:
     if heads and size:
         return int(heads * size)
     return int(layer.hidden_size) if heads else 0
+
+
+KEY = "model.activation_checkpointing"
+_KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._grouped_mm.default,  # experts of a mixture
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.torch_attn._varlen_attn.default,  # attention of documents
+]
+
+
+def apply_checkpointing(model: PreTrainedModel, checkpointing: str) -> None:
+    """Set up `none`, `selective` or `full` in place for the training forwards of a bare model.
+
+    Call it before the optimizer is made and before the model is sharded. Raises UserError for a
+    model whose code does not support it.
+    """
+    if checkpointing == "none":
+        return
+    if not model.supports_gradient_checkpointing:
+        kind = model.config.model_type
+        expected = f"none: the code of {kind} does not support activation checkpointing"
+        raise UserError(Problem(KEY, checkpointing, expected))
+    keywords: dict[str, Any] = {"use_reentrant": False}
+    if checkpointing == "selective":
+        keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(keywords)
+    else:  # its name in older releases of transformers (5.12)
+        model.gradient_checkpointing_enable(keywords)
+    # transformers makes the embeddings' output require a gradient, which only reentrant
+    # checkpoints need. Frozen first blocks would then keep activations that are never used.
+    model.disable_input_require_grads()

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.model_fields import field_problems
+from llmtrain.config.checks import field_problems
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.safe_paths import unsafe_file, unsafe_name
+from llmtrain.system import unsafe_file, unsafe_name
 from llmtrain.types import DTYPES
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")

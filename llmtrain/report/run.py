@@ -11,7 +11,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, final_history
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.tail import Tail
+from llmtrain.rundir.record import Tail
 
 _SECONDS = 0.5
 

@@ -2,16 +2,38 @@
 
 If a directory has the name of a file, or the other way round, a start would fail with an error of
 the operating system, or train a model that it cannot save. So a start checks all names first.
+
+A check that all processes of a run see the same run directory.
+
+Rank 0 writes files there that the others read: manifest, tokenizer, checkpoints. If a machine had
+a directory of its own with the same name, that would be noticed late, or not at all.
+
+Restoring the files that a later start needs, if somebody deletes them during a run.
+
+They are kept open, and an open file can still be read after it was removed. So even if the whole
+run directory is deleted, the next save writes it again:
+
+    rm -r RUN  ──next save──►  RUN/lock, config.yaml, auto.json, tokenizer/, … as they were
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
+import socket
 import stat
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from llmtrain import durable
+from llmtrain import system
+from llmtrain.agreement import from_rank_zero, gathered, on_rank_zero
 from llmtrain.errors import Problem, UserError, needed_on_disk, raise_any
+from llmtrain.types import Ranks
 
 CONFIG = "config.yaml"
 AUTO = "auto.json"
@@ -132,7 +154,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises RunError (74) if the disk refuses.
     """
     with needed_on_disk(path):
-        durable.write(path, data)
+        system.write_durably(path, data)
 
 
 def write_output(key: str, path: Path, data: bytes) -> bool:
@@ -147,8 +169,113 @@ def write_output(key: str, path: Path, data: bytes) -> bool:
         if found not in (_FILE, None):
             expected = f"{_FILE}, or a name that does not exist yet; it is {found}"
             raise UserError(Problem(key, path, expected, f"another {key}"))
-        durable.write(path, data, sync=False)
+        system.write_durably(path, data, sync=False)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(Problem(key, path, f"a file that can be written ({why})")) from error
     return found is not None
+
+
+_LOOKS = 40
+_BETWEEN_SECONDS = 0.25
+_NOT_YET = (errno.ENOENT, errno.ESTALE)  # what a network file system may answer for a while
+
+
+def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = time.sleep) -> None:
+    """Check that every rank can read a file that rank 0 writes to `run_dir`, and can write there.
+
+    Collective. If a rank cannot, raises UserError on rank 0, which names the ranks and their hosts,
+    and PeerError with the same code on the others.
+    """
+    if ranks.world_size == 1:
+        return
+    token = from_rank_zero(ranks, lambda: uuid.uuid4().hex)
+    on_rank_zero(ranks, lambda: write_atomically(run_dir / SHARED, token.encode()))
+    heard = gathered(ranks, [socket.gethostname(), _trouble(run_dir, token, wait)])
+    on_rank_zero(ranks, lambda: _refuse_other(run_dir, heard))
+
+
+def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str | None:
+    """Return why this rank cannot use rank 0's directory; None if it can."""
+    said = None
+    for _ in range(_LOOKS):
+        try:
+            if (run_dir / SHARED).read_bytes() == token.encode():
+                writable = os.access(run_dir, os.W_OK | os.X_OK)
+                return None if writable else "it cannot be written there"
+            said = "another file of that name is there"
+        except OSError as error:
+            said = error.strerror or str(error)
+            if error.errno not in _NOT_YET:
+                return said
+        _refresh(run_dir)
+        wait(_BETWEEN_SECONDS)
+    return said
+
+
+def _refresh(run_dir: Path) -> None:
+    """Open the directories, so that NFS asks its server; otherwise it asks every half minute."""
+    for directory in (*reversed(run_dir.absolute().parents), run_dir):
+        with contextlib.suppress(OSError):
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
+    """Raise UserError if any rank has trouble. heard: the host and the trouble of each rank."""
+    (run_dir / SHARED).unlink(missing_ok=True)
+    troubled: dict[tuple[str, str], list[str]] = {}
+    for rank, (host, trouble) in enumerate(heard):
+        if trouble:
+            troubled.setdefault((host, trouble), []).append(str(rank))
+    problems = [
+        Problem(
+            f"run.dir on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} (host {host})",
+            run_dir.absolute(),
+            f"the directory in which rank 0 (host {heard[0][0]}) writes: {trouble}",
+            "a file system that all machines share, mounted at the same place on each",
+        )
+        for (host, trouble), ranks in troubled.items()
+    ]
+    raise_any(problems)
+
+
+# In the order in which they are written; the manifest is last, since it depends on the others.
+_NEEDED = (
+    CONFIG,
+    AUTO,
+    TRACKERS,
+    TOKENIZER,
+    HELDOUT,
+    MANIFEST,
+)
+
+
+class Originals:
+    """The files of a run directory that a later start needs, open until `close`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Open the files. Raises OSError."""
+        self._files: dict[Path, BinaryIO] = {}
+        for name in _NEEDED:
+            for path in (run_dir / name, *sorted((run_dir / name).rglob("*"))):
+                if path.is_file():
+                    self._files[path] = path.open("rb")
+
+    def restore(self) -> list[Path]:
+        """Write deleted files again, with their directories. Returns their paths.
+
+        Raises OSError. One cause is a network file system on which another client has deleted the
+        file, so that its content cannot be read any more.
+        """
+        missing = [path for path in self._files if system.is_gone(path)]
+        for path in missing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[path].seek(0)
+            system.write_durably(path, self._files[path].read())
+        return missing
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

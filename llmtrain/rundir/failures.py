@@ -25,11 +25,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
-from llmtrain.processes import is_alive, start_time
 from llmtrain.rundir.contents import LOGS
+from llmtrain.system import is_alive, start_time
 
 LOOK_SECONDS = 2.0
 _LOOKS = 20
@@ -80,7 +80,7 @@ def write(
     try:
         # Without parents: a node that does not see the run directory must not make one.
         path.parent.mkdir(exist_ok=True)
-        durable.write(path, (json.dumps(asdict(mark)) + "\n").encode(), sync=False)
+        system.write_durably(path, (json.dumps(asdict(mark)) + "\n").encode(), sync=False)
     except FileNotFoundError:
         return
     except OSError as error:

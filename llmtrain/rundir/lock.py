@@ -30,10 +30,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from llmtrain import durable, faults
+from llmtrain import faults, system
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
-from llmtrain.processes import is_alive, start_time
 from llmtrain.rundir.contents import LOCK
+from llmtrain.system import is_alive, start_time
 
 BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
@@ -103,7 +103,7 @@ class RunLock:
     def __enter__(self) -> Self:
         with (
             writable(self._path.parent),
-            durable.close_on_error(_open(self._path)) as self._descriptor,
+            system.close_on_error(_open(self._path)) as self._descriptor,
         ):
             self.takeover = self._judge(self._descriptor)
             self._write()
@@ -168,7 +168,7 @@ class RunLock:
         OSError.
         """
         with self._one_at_a_time:
-            if self.lost is None and not durable.is_at(self._path, self._descriptor):
+            if self.lost is None and not system.is_at(self._path, self._descriptor):
                 self._lock_again()
 
     def _keep_beating(self) -> None:
@@ -190,7 +190,7 @@ class RunLock:
     def _lock_again(self) -> None:
         """Lock the file at the path, or a new one; set `lost` if another process has locked it."""
         try:
-            with durable.close_on_error(_open(self._path)) as descriptor:
+            with system.close_on_error(_open(self._path)) as descriptor:
                 self._judge(descriptor)
         except UserError:
             self.lost = _describe(read(self._path))

@@ -6,6 +6,12 @@ file removes it:
 
     {"kind": "train", "step": 1, …}⏎
     {"kind": "train", "st                   ← torn by a kill; removed when the run resumes
+
+The new lines of a record that another process is writing.
+
+The fields of `metrics.jsonl` and `status.json` in words, for the reference pages.
+
+The events of a run in words, for the report and the reference pages.
 """
 
 from __future__ import annotations
@@ -19,9 +25,9 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import RunError, needed_on_disk
 from llmtrain.rundir.contents import METRICS
@@ -88,13 +94,13 @@ class Lines:
         Returns whether it was removed. Raises RunError (74).
         """
         with needed_on_disk(self._path), self._one_at_a_time:
-            if durable.is_at(self._path, self._file):
+            if system.is_at(self._path, self._file):
                 return False
             before, self._file = self._file, _open(self._path)
             os.close(before)
             self._unwritten = self._start + self._unwritten.replace(self._start, b"")
             self._write()
-            durable.sync_directory(self._path.parent)
+            system.sync_directory(self._path.parent)
         return True
 
     def _write(self) -> None:
@@ -312,7 +318,7 @@ def is_of_record(line: Mapping[str, object]) -> bool:
 def _open(path: Path) -> int:
     """Open the file, or make it, for appending lines; remove a torn last line."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    with durable.close_on_error(file):
+    with system.close_on_error(file):
         size = os.fstat(file).st_size
         end = _end_of_lines(file, size)
         if end < size:
@@ -329,3 +335,227 @@ def _end_of_lines(file: int, size: int) -> int:
             return start + found
         size = start
     return 0
+
+
+_READ_AT_ONCE = 1 << 18  # bytes
+
+
+class Tail:
+    """Reads a record piece by piece, and each byte once.
+
+    more: whether there may be more lines than those that were returned last
+
+    A file that was replaced or has become shorter (it was copied, or the run directory is
+    synchronized from elsewhere) is read again from its beginning. Nothing is written.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS
+        self._file = 0  # inode
+        self._read = 0  # bytes
+        self._begin = b""  # of the file: a copy over it keeps the inode
+        self.unread = 0  # lines that are not of a record
+        self.more = False
+
+    def lines(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the next whole lines, and whether they begin at the beginning.
+
+        Of a long record they are not all lines, so that they take little memory.
+        """
+        try:
+            with self._path.open("rb") as file:
+                return self._lines_of(file)
+        except FileNotFoundError:
+            return [], False
+
+    def _lines_of(self, file: BinaryIO) -> tuple[list[dict[str, Any]], bool]:
+        known = os.fstat(file.fileno())
+        begin = file.read(len(self._begin) or 200)
+        again = (
+            known.st_ino != self._file or known.st_size < self._read or begin[:200] != self._begin
+        ) or not self._read
+        if again:
+            self._file, self._read, self.unread = known.st_ino, 0, 0
+        file.seek(self._read)
+        text = b""
+        while b"\n" not in text and (piece := file.read(_READ_AT_ONCE)):
+            text += piece
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        self.more = bool(whole) and self._read < known.st_size
+        if again:
+            self._begin = whole[:200]
+        found = [parse(line) for line in whole.splitlines()]
+        kept = [line for line in found if line is not None and is_of_record(line)]
+        self.unread += len(found) - len(kept)
+        return kept, again
+
+
+EVERY_LINE = {
+    "kind": "one of the kinds below",
+    "time": "when the line was written, in Unix seconds",
+    "step": "the number of finished steps; one whose update was skipped counts",
+}
+
+# Kind of a line → when it is written.
+KINDS = {
+    "start": "once a start, when the model is built and the data is open",
+    "train": "every `logging.every_steps` steps, at the first and last step of a start, and for "
+    "every skipped update",
+    "eval": "for each evaluation: the held-out documents, then each source of its own",
+    "checkpoint": "when a checkpoint is complete",
+    "sample": "for each prompt, when the model has continued it",
+    "event": "when something happened that a person may want to know",
+    "end": "once, when a start ends; a killed start does not write it",
+}
+
+# Kind of a line → field → what it holds.
+FIELDS = {
+    "start": {
+        "run_id": "the same for all starts of a run",
+        "world_size": "number of processes",
+        "strategy": "`ddp`, `fsdp2`, `zero3` …",
+        "threads": "of rank 0 on its CPUs",
+        "device": "name of rank 0's device",
+        "device_type": "`cuda` or `cpu`",
+        "micro_batch_size": "blocks of a micro-batch",
+        "accumulation": "micro-batches of a step on one device",
+        "parameters": "of the whole model",
+        "trainable_parameters": "those that are trained",
+        "resumed_from": "name of the checkpoint; null at a beginning",
+        "weights": "share of each source in the order of the data",
+        "steps": "length of the run",
+        "epochs": "`training.epochs` of this start; null if it gave steps",
+        "versions": "of Python, llmtrain and the libraries",
+        "plan": "the memory plan: layout, parts, reason",
+        "host": "name of rank 0's machine",
+        "born": "when rank 0's process began, in Unix seconds",
+        "vocabulary": "number of tokens that the tokenizer knows",
+        "set": "key → `file` or `command line`, for each key that somebody set",
+    },
+    "train": {
+        "loss": "nats per trained token, the mean over all trained tokens of the step; without the "
+        "loss of a router",
+        "router_loss": "what a mixture's router adds to it in training, per trained token: its "
+        "loss times its coefficient; only of models that train one",
+        "learning_rate": "of this step",
+        "grad_norm": "before clipping",
+        "tokens": "trained so far, without skipped steps",
+        "step_tokens": "trained tokens of this step",
+        "seconds": "wall time of the step, from asking for the batch to the end of the update",
+        "tokens_per_second": "`step_tokens` divided by `seconds`",
+        "data_wait_seconds": "of `seconds`: waiting for the batch, the mean over the ranks",
+        "batch_digest": "16 hex digits that depend on every token and label of the step",
+        "skipped": "whether the update was skipped, as loss or gradient was not finite",
+        "sources": "source → trained tokens so far",
+        "memory_gb": "rank 0's peak in GiB: of the device, on a CPU resident memory",
+        "mfu": "share of the device's peak; null where that is not known",
+        "span_seconds": "sum of `seconds` since the `train` line before",
+        "span_wait_seconds": "sum of `data_wait_seconds` since the `train` line before",
+    },
+    "eval": {
+        "split": "`heldout`, or `heldout/LABEL` for one source",
+        "loss": "nats per token, the mean over all scored tokens",
+        "perplexity": "e to the power of the loss",
+        "bits_per_byte": "comparable between tokenizers; null for conversations",
+        "tokens": "that were scored",
+        "bytes": "of the documents",
+        "documents": "that were scored",
+        "seconds": "wall time of the evaluation",
+    },
+    "checkpoint": {
+        "name": "of its directory",
+        "bytes": "of all its files",
+        "seconds": "from its beginning until it is complete",
+        "blocked_seconds": "of them: the training waited",
+        "reason": "`period`, `asked`, `best`, `end`, or why the run was stopped",
+    },
+    "sample": {
+        "prompt": "of `evaluation.prompts`",
+        "text": "what the model wrote behind it",
+        "seconds": "wall time of writing it",
+    },
+    "event": {
+        "event": "its name, see below",
+        "detail": "facts, by name",
+        "device": "of `memory_compared` on a CPU alone",
+    },
+    "end": {
+        "state": "`finished`, `stopped` or `failed`",
+        "exit_code": "of the run",
+        "reason": "why it ended",
+        "seconds": "of this start",
+        "goodput": "share of the time in which steps ran that were not done again",
+    },
+}
+
+STATUS = {
+    "run_id": "the same for all starts of a run",
+    "state": "`running`, `finished`, `stopped` or `failed`",
+    "exit_code": "of the run; null while it runs",
+    "reason": "why it ended",
+    "step": "the last step whose numbers have arrived",
+    "checkpoint": "name of the newest complete checkpoint",
+    "strategy": "`ddp`, `fsdp2`, `zero3` …; null until it is chosen",
+    "world_size": "number of processes",
+    "restarts": "number of starts after the first",
+    "updated": "when the file was written, ISO 8601, UTC",
+}
+
+
+WORDS = {
+    "auto_decided_anew": "Settings that are decided automatically were decided again",
+    "begun_again": "The run began again, as there was no checkpoint to resume from",
+    "changes_accepted": "Changed keys were accepted",
+    "checkpoint_missing": "A checkpoint was missing",
+    "checkpoint_quarantined": "A damaged checkpoint was renamed and an older one used",
+    "checkpoint_superseded": "A checkpoint of steps that are undone was renamed",
+    "compiled_again": "Blocks were compiled again after the warm-up",
+    "cursors_not_noted": "The position in the data could not be noted",
+    "dropped_documents": "Documents were left out",
+    "evaluation_cut_off": "A stop interrupted the evaluation",
+    "few_steps": "The run has few steps",
+    "files_restored": "Deleted files of the run directory were written again",
+    "leftovers_removed": "Remains of an earlier start were removed",
+    "length_changed": "The length of the run was changed",
+    "lock_lost": "Another process took the run directory",
+    "lock_made_again": "The lock of the run directory had been removed and was made again",
+    "lock_taken_over": "The lock of a run that had ended was taken over",
+    "memory_compared": "Memory was compared with the plan",
+    "no_progress": "The run made no progress",
+    "nothing_held_out": "No document is held out, so nothing is evaluated",
+    "nothing_to_train": "There was nothing left to train on",
+    "other_versions": "Versions of libraries have changed",
+    "profiled": "Steps were profiled",
+    "profile_failed": "The profile could not be written",
+    "replaced_characters": "Bytes that are not UTF-8 were replaced",
+    "retention_failed": "Old checkpoints could not be deleted",
+    "rng_reseeded": "Random numbers were seeded again for another number of processes",
+    "save_failed": "A checkpoint could not be saved",
+    "saving_in_line": "Checkpoints are saved while the training waits",
+    "start_refused": "A start was refused, which changed nothing",
+    "status_not_written": "status.json could not be written",
+    "threads_changed": "Another number of threads computes, so the last bits may differ",
+    "tracker_failed": "A tracker failed",
+    "tracker_recovered": "A tracker works again",
+    "untrained_blocks": "Blocks had no token to train",
+    "update_skipped": "An update was skipped, as its loss or gradient was not finite",
+}
+
+
+def in_words(event: Mapping[str, Any]) -> str:
+    """Return a sentence for an `event` line; an unknown event is shown by its name."""
+    name = str(event.get("event") or "an event without a name")
+    said = WORDS.get(name, name)
+    detail = event.get("detail")
+    if not isinstance(detail, Mapping) or not detail:
+        return f"{said}."
+    facts = ", ".join(f"{str(key).replace('_', ' ')} {_short(one)}" for key, one in detail.items())
+    return f"{said}: {facts}."
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 300 else text[:299] + "…"

@@ -26,11 +26,11 @@ from llmtrain.config.schema import Config, ModelConfig, SourceConfig
 from llmtrain.data.chat.template import NAMED
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.file_parts import cut, first_columns, inspect
-from llmtrain.data.forms import with_form
 from llmtrain.data.heldout import training_texts
 from llmtrain.data.manifest import Source
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import file_format, is_local
+from llmtrain.data.survey import with_form
 from llmtrain.errors import Problem, UserError, harmless
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.base import Base
@@ -39,8 +39,8 @@ from llmtrain.tools import plan as plans
 from llmtrain.tools.data.inspect import Inspection
 from llmtrain.tools.data.inspect import inspect as look
 from llmtrain.tools.recipes import refuse_existing, write_new
-from llmtrain.training.start.base import find_base
 from llmtrain.training.start.data import FEW_STEPS
+from llmtrain.training.start.frozen import find_base
 from llmtrain.training.start.planning import does_not_fit
 
 _KEY = "DATA"

@@ -3,38 +3,72 @@
 Only a model's config and tokenizer are downloaded. Devices are those of this machine, unless their
 memory is given: then the speed is that of a device which is sold with that much memory, and the
 plan names it.
+
+The strategies of a plan as an HTML table, for a notebook: escaped, and without a script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.disk_space import most_at_once
+from llmtrain.checkpoint.files import most_at_once
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
 from llmtrain.distributed.launch.named import one_sided
-from llmtrain.distributed.plan.memory import (
-    Hardware,
-    Work,
-    arithmetic_of,
-    checkpoint_bytes,
-    memory,
-)
-from llmtrain.distributed.plan.remedies import missing
+from llmtrain.distributed.plan.memory import Hardware, Work, arithmetic_of, checkpoint_bytes, memory
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
-from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, possible
+from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, missing, possible
 from llmtrain.errors import Problem, gib, raise_any
+from llmtrain.model import trainable
 from llmtrain.model.count import CannotCountError
-from llmtrain.model.trainable import quantized
-from llmtrain.tools.plan_file import launch_values, write_launch_file
-from llmtrain.tools.plan_table import table
+from llmtrain.tools.launch.file import launch_values, write_launch_file
 from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
 from llmtrain.types import ModelShape, Saved
+
+_HEAD = ("strategy", "memory of a device", "recomputed", "micro-batch", "accumulation", "tokens/s")
+_UNKNOWN = "?"
+
+
+def table(plan: Mapping[str, Any]) -> str:
+    """Return the table. plan: as `Plan.to_json` returns it"""
+    rows = "".join(_html_row(_cells(one), "td") for one in plan["strategies"])
+    return (
+        f"<table><caption>{escape(plan['reason'])}</caption>"
+        f"<thead>{_html_row((*_HEAD, 'fits'), 'th')}</thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _cells(one: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the cells of a strategy, in the order of the head."""
+    yield f"{one['name']}, chosen" if one["chosen"] else one["name"]
+    yield _memory(one["total_bytes"], one["parts"])
+    yield one["activation_checkpointing"]
+    yield f"{one['micro_batch_size']:,}"
+    yield f"{one['accumulation']:,}"
+    yield _UNKNOWN if one["tokens_per_second"] is None else f"{one['tokens_per_second']:,.0f}"
+    if one["fits"] is False:
+        yield f"no; try {one['remedy']}" if one["remedy"] else "no"
+    else:
+        yield _UNKNOWN if one["fits"] is None else "yes"
+
+
+def _memory(total: int | None, parts: Mapping[str, int | None]) -> str:
+    """Return the memory of a device, and what most of it is for."""
+    known = {name: size for name, size in parts.items() if size}
+    largest = sorted(known, key=lambda name: -known[name])[:3]
+    shown = ", ".join(f"{name} {gib(known[name])}" for name in largest)
+    return f"{_UNKNOWN if total is None else gib(total)} ({shown})"
+
+
+def _html_row(cells: Iterable[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
 
 _BATCHES = (0.5, 2, 4)  # times the config's global batch, for which learning rates are given
 # Parts of the memory that are unknown if a forward cannot be counted: its casts, what it keeps,
@@ -171,7 +205,7 @@ def plan(
 
     hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
     if config.adapter.kind == "qlora" and hardware.cpu:
-        raise_any(quantized.missing(cpu=True))
+        raise_any(trainable.missing_for_four_bits(cpu=True))
     if host_memory_gb is not None:
         hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
     problems = [*check_batch(config.training, hardware.devices)]

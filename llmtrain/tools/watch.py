@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, UserError
-from llmtrain.processes import is_alive, start_time
 from llmtrain.rundir import contents, lock, status
-from llmtrain.rundir.events import in_words
-from llmtrain.rundir.tail import Tail
+from llmtrain.rundir.record import Tail, in_words
+from llmtrain.system import is_alive, start_time
 
 _POINTS = 2000
 _SILENT = 60.0  # seconds without a line after which a person should know

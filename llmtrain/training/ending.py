@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain.agreement import refuse
-from llmtrain.checkpoint.retry import StoppedError
+from llmtrain.checkpoint.files import StoppedError
 from llmtrain.data.batches import UNTRAINED_BLOCKS
 from llmtrain.distributed.ranks import lost_peer, peer_lost
 from llmtrain.errors import (
@@ -32,8 +32,7 @@ from llmtrain.training.run.journal import Journal
 from llmtrain.training.run.run import Run
 from llmtrain.training.run_state import count_documents
 from llmtrain.training.step import flags
-from llmtrain.training.stop.requests import asked
-from llmtrain.training.stop.signals import Signals
+from llmtrain.training.stop import Signals, asked
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,11 @@
 """The loss on the held-out documents: exactly one pass, on any number of processes.
 
 If the documents come from several sources, the same pass also gives the loss on each of them.
+
+Texts that the model writes while it trains, without any effect on the training.
+
+`generate` of transformers is not used, since it draws from the global random state. All ranks run
+the same forwards together, so that sampling also works where each holds a part of the weights.
 """
 
 from __future__ import annotations
@@ -14,14 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmtrain import faults, heartbeat
-from llmtrain.data.heldout_set import HeldOut
+from llmtrain import faults, system
+from llmtrain.data.heldout import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.model.documents import on
+from llmtrain.hashing import mix
+from llmtrain.model.attention import on_device
+from llmtrain.model.compile import uncompiled
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import flags, hide, padding_keywords, shown, target_keywords
-from llmtrain.types import NOT_TRAINED, Evaluation
+from llmtrain.types import NOT_TRAINED, Evaluation, Sample
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -42,7 +49,7 @@ def evaluate(run: Run) -> Evaluation | None:
         rounds = math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
         for round_ in range(rounds):
             faults.hit("eval.batch", step=run.step)
-            heartbeat.beat("a batch of the evaluation", round_ + 1, rounds)
+            system.beat("a batch of the evaluation", round_ + 1, rounds)
             stops = agreed_stop(run.ranks, flags(run))
             if stops:
                 run.due.ask(stops)
@@ -62,7 +69,7 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     blocks = [heldout.block(g, seq_len) for g in mine]
     ids, labels, starts = zip(*blocks, strict=True)
     width = shown(run, np.stack(labels))
-    inputs = on(run.device, np.stack(ids)[:, :width].astype(np.int64))
+    inputs = on_device(run.device, np.stack(ids)[:, :width].astype(np.int64))
     wanted = np.stack(labels)[:, :width]
     targets = target_keywords(wanted, run.device, whole=False)
     hidden = padding_keywords(run, wanted)
@@ -71,7 +78,9 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     each = run.model(inputs, each=True, **targets, **hidden)
     if not sources:
         return totals(each, targets["labels"])
-    owners = on(run.device, np.stack([heldout.block_parts(g, seq_len)[:width] for g in mine]))
+    owners = on_device(
+        run.device, np.stack([heldout.block_parts(g, seq_len)[:width] for g in mine])
+    )
     return by_source(each, targets["labels"], owners, sources)
 
 
@@ -129,3 +138,65 @@ def figures(sums: Sequence[float], documents: int, text_bytes: int | None) -> Ev
         documents=documents,
         seconds=0.0,
     )
+
+
+_NEW_TOKENS = 64
+_TEMPERATURE = 0.5  # low, since a model that is still learning gives no token a high probability
+_SEED_STREAM = 8  # for `mix`
+_NOTHING = -1  # sent in place of a token's id to end the text
+
+
+def sample(run: Run) -> list[Sample]:
+    """Return one continuation of each of `evaluation.prompts`; [] if a stop was asked for.
+
+    The last step does not count as a stop: people want to see what the finished model writes.
+    """
+    if run.due.stop_reason is not None:
+        return []
+    with run.engine.evaluating(), uncompiled():  # each token is another shape
+        return [_sample(run, prompt) for prompt in run.config.evaluation.prompts]
+
+
+def _sample(run: Run, prompt: str) -> Sample:
+    start = time.perf_counter()
+    text = _continue(run, prompt)
+    return Sample(prompt, text, time.perf_counter() - start)
+
+
+def _prompt(run: Run, prompt: str) -> tuple[list[int], set[int]]:
+    """Return the ids of a prompt, and those that end a text.
+
+    Where conversations are trained, the prompt is a message of the user.
+    """
+    tokenizer, chat = run.data.tokenizer, run.data.encoder.chat
+    if chat is not None and chat.has_template:
+        message = {"role": "user", "content": prompt}
+        return chat.prompt_ids([message]), {tokenizer.eos, *chat.check().ids}
+    start = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+    return [start, *tokenizer.encode(prompt).tolist()], {tokenizer.eos}
+
+
+def _continue(run: Run, prompt: str) -> str:
+    ids, ends = _prompt(run, prompt)
+    given = len(ids)
+    generator = torch.Generator(run.device)
+    generator.manual_seed(mix(run.config.run.seed, _SEED_STREAM, run.step))
+    while len(ids) < given + _NEW_TOKENS:
+        system.beat("a token of a sample", len(ids) - given + 1, _NEW_TOKENS)
+        context = torch.tensor([ids[-run.config.data.seq_len :]], device=run.device)
+        logits = run.model(context)[0] / _TEMPERATURE  # (V,)
+        # Ranks whose logits differ by a bit could draw different tokens and end at different
+        # lengths, but with sharded weights each forward needs all ranks. So rank 0 draws for all.
+        drawn = _draw(logits, generator) if run.ranks.rank == 0 else _NOTHING
+        token = int(run.ranks.broadcast(b"%d" % drawn))
+        if token == _NOTHING or token in ends:
+            break
+        ids.append(token)
+    return run.data.tokenizer.decode(ids[given:])
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> int:
+    """Draw a token; return _NOTHING if the model has diverged. logits: (V,)."""
+    if not torch.isfinite(logits).all():
+        return _NOTHING
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))

@@ -8,10 +8,9 @@ from __future__ import annotations
 from llmtrain.config.schema import Config
 from llmtrain.rundir.status import Result
 from llmtrain.training.ending import finish
-from llmtrain.training.evaluate import evaluate
-from llmtrain.training.sample import sample
+from llmtrain.training.evaluate import evaluate, sample
+from llmtrain.training.optimizer import learning_rate_factor
 from llmtrain.training.saving import save
-from llmtrain.training.schedule import learning_rate_factor
 from llmtrain.training.start.open import start_run
 from llmtrain.training.step import begin, update
 

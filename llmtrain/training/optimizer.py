@@ -6,26 +6,140 @@
 
 Each group of the optimizer has an entry `algorithm`. It says which tensors the optimizer keeps for
 a parameter of the group: see `distributed/optimizer_state.py`.
+
+AdamW as one call of torch's fused kernel for each group of parameters.
+
+`torch.optim.AdamW` finds out in each step what does not change in a run: whether a parameter has
+its state, and which parameters are alike. For a small model that takes longer than the update.
+
+Muon: the momentum of each matrix is made orthogonal, and that is its update.
+
+The algorithm, its settings and its state are those of `torch.optim.Muon`. Two things differ. On a
+CPU the products of the orthogonalization are made in fp32, since a CPU without instructions for
+bf16 multiplies 70 times more slowly in it. And a sharded matrix may have fewer rows than there are
+ranks.
+
+Method: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; size of an update: Liu et al.
+2025, arXiv:2502.16982.
+
+The learning rate as a pure function of the step, so that a checkpoint need not store it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, assert_never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from llmtrain.config.schema import GroupConfig, OptimizerConfig
-from llmtrain.distributed.optimizer_state import missing_package
+from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.model.trainable.freeze import no_match
-from llmtrain.training.adamw import FusedAdamW
-from llmtrain.training.muon import Muon
+from llmtrain.model.trainable import no_match
 from llmtrain.types import Algorithm
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with `fused=True`, with the same bits.
+
+    Its parameters have one device and one dtype. As in torch's, `grad_scale` divides the gradients,
+    and `found_inf` at 1 forbids the update.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
+        """Update all parameters that have gradients."""
+        for group in self.param_groups:
+            parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        if not all(states):
+            # It makes the states that are not there.
+            self._init_group(group, [], [], [], [], [], [])  # type: ignore[no-untyped-call]  # no stub
+        counts = [state["step"] for state in states]
+        beta1, beta2 = group["betas"]
+        # `create_state` makes the counts of a group elements of one tensor. To add 1 to each of
+        # them takes as long as the update of a small model.
+        whole = counts[0]._base
+        counted = counts if whole is None or len(counts) < whole.numel() else [whole]
+        torch._foreach_add_(counted, 1)
+        torch._fused_adamw_(
+            parameters,
+            [grad for parameter in parameters if (grad := parameter.grad) is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            counts,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
+        if self.found_inf is not None:
+            torch._foreach_sub_(counted, [self.found_inf] * len(counted))
+
+
+class Muon(torch.optim.Muon):
+    """Muon whose updates have the size of AdamW's. Its parameters are matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
+        """Update all matrices that have gradients. Collective where matrices are sharded."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        direction = orthogonalize(gradient.lerp(momentum, group["momentum"]), group)
+        size = 0.2 * math.sqrt(max(parameter.shape))  # of AdamW's update: its root mean square
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction, alpha=-group["lr"] * size)
+
+
+def orthogonalize(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return the matrix with its singular values moved to between 0.7 and 1.2.
+
+    matrix: (m, n), or a DTensor of it, and so is the result; fp32 on a CPU, else bf16
+    group: `eps`, `ns_steps` and `ns_coefficients`, as `torch.optim.Muon` names them
+    """
+    if isinstance(matrix, DTensor) and matrix.shape[0] < matrix.device_mesh.size():
+        # torch 2.13 cannot multiply it: the product is whole, and some ranks have no row. It is
+        # small: every rank makes the whole result and keeps its rows.
+        whole = orthogonalize(matrix.full_tensor(), group)
+        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    tall = matrix.shape[0] > matrix.shape[1]
+    result = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
+    result = result.T if tall else result
+    result = result / result.norm().clamp(min=group["eps"])
+    first, third, fifth = group["ns_coefficients"]  # of the polynomial's odd powers
+    for _ in range(group["ns_steps"]):
+        square = result @ result.T
+        factor = torch.addmm(square, square, square, beta=third, alpha=fifth)
+        result = torch.addmm(result, factor, result, beta=first)
+    return result.T if tall else result
+
 
 # Parts of the names that peft gives to parameters. Rows of new tokens are part of an embedding; B
 # starts at zero, and a magnitude is a length: to decay them is to undo the adapter.
@@ -213,3 +327,39 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
         if parameter.ndim == 2 and min(parameter.shape) > 1
         if id(parameter) not in outside and _TOKEN_ROWS not in name
     }
+
+
+_DECAY_SHARE = 0.2  # the part of all steps in which warmup-stable-decay decays
+
+
+def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> float:
+    """Return the factor on each group's learning rate at `step` = 1 … `steps`: 0 to 1."""
+    warmup = warmup_steps(config, steps)
+    if step <= warmup:
+        return step / warmup
+    floor = config.min_lr_ratio
+    done = (step - warmup) / (steps - warmup)
+    match config.schedule:
+        case "cosine":
+            return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+        case "linear":
+            return 1 - (1 - floor) * done
+        case "constant":
+            return 1.0
+        case "wsd":
+            decay = min(steps - warmup, max(1, round(_DECAY_SHARE * steps)))
+            return 1 - (1 - floor) * max(0, step - steps + decay) / decay
+        case _:
+            assert_never(config.schedule)
+
+
+def learning_rate(config: OptimizerConfig, steps: int, step: int) -> float:
+    """Return the learning rate at `step` of `steps`."""
+    return config.learning_rate * learning_rate_factor(config, steps, step)
+
+
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """Return the warm-up in steps: `optimizer.warmup_steps` below 1 is a share of `steps`."""
+    asked = config.warmup_steps
+    whole = int(asked) if asked >= 1 else max(1, round(asked * steps))
+    return min(whole, steps)

@@ -11,12 +11,11 @@ import torch
 
 from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import Layout, MemoryPlan, arithmetic_of, memory
-from llmtrain.distributed.plan.remedies import remedy
-from llmtrain.distributed.plan.strategy import layout_in_words
+from llmtrain.distributed.plan.strategy import layout_in_words, remedy
 from llmtrain.errors import Problem, RunError, UserError, first_line, gib
 from llmtrain.metrics.memory import peak_bytes
 from llmtrain.model.count import CannotCountError
-from llmtrain.training.run.opened import Processes
+from llmtrain.training.run.run import Processes
 from llmtrain.training.start.planning import describe, work
 
 # torch writes "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.agreement import attempt, from_rank_zero, gathered, on_rank_zero
-from llmtrain.checkpoint import collect, filesystem, retention, write
+from llmtrain.checkpoint import candidates, files, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
 from llmtrain.config.schema import CheckpointConfig
@@ -32,11 +32,10 @@ from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.metrics import memory
 from llmtrain.rundir import contents
-from llmtrain.training.run.flight import Flight, Saves, Written
 from llmtrain.training.run.guards import check_replicas
-from llmtrain.training.run.run import Run
+from llmtrain.training.run.run import Flight, Run, Saves, Written
 from llmtrain.training.run_state import cursors_line, gather_parts, record_cursors, small_files
-from llmtrain.training.stop.signals import grace_warning
+from llmtrain.training.stop import grace_warning
 from llmtrain.types import Failure, Piece
 
 _log = logging.getLogger(__name__)
@@ -109,8 +108,8 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
     kind = family(launched.strategy)
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a network directory sees a local disk, but all ranks must agree.
-    network = bool(launched.ranks.highest(int(filesystem.network(run_dir))))
-    writers = filesystem.choose_writers(config.writers, kind, nodes, network)
+    network = bool(launched.ranks.highest(int(files.is_network(run_dir))))
+    writers = files.choose_writers(config.writers, kind, nodes, network)
     sent = writers == "rank0" and kind != "ddp"
     wanted = launched.device.type == "cuda" if config.background == "auto" else config.background
     writer = Writer() if wanted and not sent else None
@@ -143,9 +142,9 @@ def _begin(
 def _write(run: Run, begun: write.Begun, pieces: Iterable[Piece]) -> Written:
     """Write this rank's part in line."""
     if run.checkpoints.sent:
-        outcome = attempt(lambda: collect.pieces(begun, pieces, run.ranks))
+        outcome = attempt(lambda: write.collect_pieces(begun, pieces, run.ranks))
     else:
-        outcome = attempt(lambda: write.pieces(begun, pieces))
+        outcome = attempt(lambda: write.write_pieces(begun, pieces))
     return outcome.error, {} if outcome.error else outcome.result()
 
 
@@ -213,7 +212,7 @@ def _retain(run: Run, step: int, new: str) -> None:
     try:
         for name in sorted(saves.kept - set(complete_names(root))):
             run.journal.event("checkpoint_missing", step, checkpoint=name)
-        gone = retention.apply(root, saves.policy, run.processes.run_id, resumed_from)
+        gone = candidates.prune(root, saves.policy, run.processes.run_id, resumed_from)
         saves.kept = {*complete_names(root), new} - {*gone}
     except OSError as error:  # the new checkpoint is complete; the next commit tries again
         run.journal.event("retention_failed", step, reason=str(error))

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmtrain import faults, heartbeat
-from llmtrain.distributed.engines import clipping
+from llmtrain import faults, system
+from llmtrain.distributed.engines import engine
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.model import rope
-from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
+from llmtrain.model import attention
+from llmtrain.model.attention import document_tensors, needed_rows, on_device, padding_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
@@ -43,14 +43,14 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     forwards = micro_batches(run, batch)  # device tensors, each (B, T)
     for index, micro_batch in enumerate(forwards):
         faults.hit("loop.micro")
-        heartbeat.beat("a micro-batch", index + 1, len(forwards))
+        system.beat("a micro-batch", index + 1, len(forwards))
         with run.engine.micro(last=index == len(forwards) - 1):  # the last reduces gradients
             loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
             run.engine.backward(loss, scale)
         losses.append(loss.detach())
         if (added := run.built.loss.router_loss) is not None:
             routers.append(added)
-    heartbeat.beat("the reduction of a step")
+    system.beat("the reduction of a step")
     vector = step_vector(run, batch, losses, routers)  # fp64
     sums = sum_vector(vector)  # all numbers in one reduction
     run.engine.clip(sums, run.max_grad_norm)  # decided on the device, as is the skip below
@@ -67,18 +67,18 @@ def gradient_scale(run: Run, batch: Batch) -> Tensor:
     ranks, own = run.ranks.world_size, batch.trained_tokens
     if ranks == 1 or run.data.manifest.always_full:
         return _scale(ranks, max(ranks * own, 1), run.device)
-    return ranks / sum_over_ranks(on(run.device, np.array(own, np.float32))).clamp(min=1)
+    return ranks / sum_over_ranks(on_device(run.device, np.array(own, np.float32))).clamp(min=1)
 
 
 @lru_cache(maxsize=1)
 def _scale(ranks: int, tokens: int, device: torch.device) -> Tensor:
     """Return ranks / tokens; in most runs every step has as many. torch has the reciprocal too."""
-    return on(device, np.array(np.float32(1 / tokens) * ranks, np.float32))
+    return on_device(device, np.array(np.float32(1 / tokens) * ranks, np.float32))
 
 
 def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
-    ids = on(run.device, batch.ids[:, :-1].astype(np.int64))
+    ids = on_device(run.device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
@@ -105,14 +105,17 @@ def shown(run: Run, labels: np.ndarray) -> int:
     """Return how many positions of these rows the model is shown. labels: (B, T) int64"""
     if run.data.manifest.packing != "single":
         return int(labels.shape[1])
-    return needed(labels, compiled=run.built.compiled != "off")
+    return needed_rows(labels, compiled=run.built.compiled != "off")
 
 
 def padding_keywords(run: Run, labels: np.ndarray) -> dict[str, Any]:
     """Return the keywords of `LossModule.forward` for the padding of rows. labels: (B, T) int64"""
     if run.data.manifest.packing != "single":
         return {}
-    by_length, routed = rope.change(run.built.bare) is not None, run.built.loss.has_router_loss
+    by_length, routed = (
+        attention.rope_change(run.built.bare) is not None,
+        run.built.loss.has_router_loss,
+    )
     return padding_tensors(labels, run.device, by_length=by_length, routed=routed)
 
 
@@ -122,11 +125,11 @@ def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) ->
     labels: (B, T) int64
     whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
     """
-    found: dict[str, Any] = {"labels": on(device, labels), "all_trained": True}
+    found: dict[str, Any] = {"labels": on_device(device, labels), "all_trained": True}
     if not whole:
         flat = np.flatnonzero(labels != NOT_TRAINED)
         if len(flat) < labels.size:
-            found |= {"all_trained": False, "trained": on(device, flat)}
+            found |= {"all_trained": False, "trained": on_device(device, flat)}
     return found
 
 
@@ -165,7 +168,7 @@ def step_vector(
     failed = run.feed.error is not None
     asked = flags(run, look=run.due.anything(run.step + 1))
     said = host_part(batch, asked, run.ranks.world_size, labels, failed=failed)
-    if not clipping.queues(run.device):
+    if not engine.is_asynchronous(run.device):
         loss_sum, own = sum(loss.item() for loss in losses), squares.item()
         bad = not math.isfinite(loss_sum + own)
         numbers = [loss_sum, own, bad, *said]
@@ -176,7 +179,7 @@ def step_vector(
     both = total + squares
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
     added = [_total(routers)[None]] if routers else []
-    return StepVector(torch.cat([device, on(run.device, np.array(said)), *added]), others)
+    return StepVector(torch.cat([device, on_device(run.device, np.array(said)), *added]), others)
 
 
 def _total(losses: Sequence[Tensor]) -> Tensor:

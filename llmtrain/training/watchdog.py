@@ -1,7 +1,7 @@
 """A thread that reports where this process makes no progress, and ends the process in time.
 
-It compares `heartbeat.read()` once a second, from the start of a run to its end. It counts its own
-ticks and reads no clock, so a machine or a process that was suspended does not count as hanging.
+It compares `last_beat()` once a second, from the start of a run to its end. It counts its own ticks
+and reads no clock, so a machine or a process that was suspended does not count as hanging.
 
     no progress ──300 s or 20 steps──► stacks and phase in logs/rank-R.log, event `no_progress`
                 ──10 s before distributed.timeout_minutes──► status, mark, exit code 75
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.errors import RESTARTABLE
 from llmtrain.rundir import contents, failures
 from llmtrain.training.run.journal import Journal
@@ -53,7 +53,7 @@ class Watchdog:
         self._rank = journal.rank
         self._leave = leave
         self._median: Callable[[], float] | None = None
-        self._seen = heartbeat.read()[0]
+        self._seen = system.last_beat()[0]
         self._still = 0
         self._reported = False
 
@@ -66,7 +66,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Check for progress: report a hang once, end the process before its peers stop waiting."""
-        count, phase = heartbeat.read()
+        count, phase = system.last_beat()
         if count != self._seen:
             self._seen, self._still, self._reported = count, 0, False
             return

@@ -22,7 +22,7 @@ from helpers.updates import with_loss
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from llmtrain.model.head import Head
+from llmtrain.model.loss import Head
 
 TWO_NODES = {"LOCAL_WORLD_SIZE": "2"}
 SHARDED = [(2, "fsdp2"), (4, "hsdp")]

@@ -16,7 +16,7 @@ from helpers.tiny import tiny_config, write_config
 from helpers.updates import with_loss
 from helpers.zero import Case
 
-from llmtrain.model.head import Head
+from llmtrain.model.loss import Head
 
 ZEROS = ("zero1", "zero2", "zero3", "zero3_offload")
 FACTORS = (0.1, 1.0, 0.0, 0.5, 1.0, 0.25)

@@ -15,7 +15,7 @@ import llmtrain
 
 SCRIPT = """
 import os
-from llmtrain.processes import decide_threads
+from llmtrain.system import decide_threads
 print("threads", decide_threads("auto", None, os.environ).count, flush=True)
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
@@ -39,7 +39,7 @@ def test_only_a_number_that_the_launcher_chose_is_replaced(
     tmp_path: Path, launch: list[str], omp: str | None, expected: int
 ) -> None:
     script = tmp_path / "script.py"
-    four = "from llmtrain import processes; processes.cores = lambda: processes.Cores(4, '4 cores')"
+    four = "from llmtrain import system; system.cores = lambda: system.Cores(4, '4 cores')"
     script.write_text(four + SCRIPT)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env |= {} if omp is None else {"OMP_NUM_THREADS": omp}

@@ -14,7 +14,7 @@ from helpers.tiny import lines, tiny_config, write_config
 
 from llmtrain.config.load import load_config
 from llmtrain.data.tokens.tokenizer import open_tokenizer
-from llmtrain.tools.data.stream import open_stream
+from llmtrain.tools.data.inspect import open_stream
 
 STEPS = 12
 

@@ -21,7 +21,7 @@ from helpers.corpus import articles, write_jsonl, write_parquet
 from helpers.pages import Fence, prints
 from helpers.ranks import ROOT, Server
 
-from llmtrain.rundir import contents, fields, record
+from llmtrain.rundir import contents, record
 
 FOLDERS = ("configs", "accelerate_configs", "scripts")
 QUICKSTART = ("train", "configs/quickstart.yaml", "training.steps=20", "evaluation.every_steps=20")
@@ -86,8 +86,8 @@ def test_a_run_has_the_files_and_fields_of_the_reference(quickstart: Path) -> No
     assert {path.name for path in quickstart.iterdir()} <= named
     found: dict[str, set[str]] = {}
     for line in record.record(quickstart):
-        found.setdefault(line["kind"], set()).update(line.keys() - fields.EVERY_LINE.keys())
-    expected = {kind: set(names) for kind, names in fields.FIELDS.items()}
+        found.setdefault(line["kind"], set()).update(line.keys() - record.EVERY_LINE.keys())
+    expected = {kind: set(names) for kind, names in record.FIELDS.items()}
     expected["train"].remove("router_loss")  # of mixtures alone
     assert found == expected
 

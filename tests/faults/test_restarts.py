@@ -136,7 +136,7 @@ ALONE = """
 import os, signal, sys, time
 from pathlib import Path
 if os.environ["RANK"] == "1":
-    from llmtrain.training.stop.signals import install
+    from llmtrain.training.stop import install
     signals = install()
     while signals.reason is None:
         time.sleep(0.05)

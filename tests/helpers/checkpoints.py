@@ -17,8 +17,8 @@ from helpers.runs import start_line, status, write_run
 from hypothesis import strategies as st
 
 from llmtrain.agreement import Alone, failure
-from llmtrain.checkpoint import collect, write
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import write
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec, Vote
 
 T = TypeVar("T")
@@ -140,7 +140,11 @@ def save(
     try:
         if pieces is None:
             pieces = whole(spec, tensors(spec, step)) if ranks.rank == 0 else ()
-        put = (lambda *given: collect.pieces(*given, ranks)) if collected else write.pieces
+        put = (
+            (lambda *given: write.collect_pieces(*given, ranks))
+            if collected
+            else write.write_pieces
+        )
         extents = put(begun, pieces)
     except Exception as caught:
         error = caught

@@ -12,8 +12,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.survey import freeze, survey
-from llmtrain.data.tokens.tokenizer import open_tokenizer
-from llmtrain.data.tokens.train import train_bpe
+from llmtrain.data.tokens.tokenizer import open_tokenizer, train_bpe
 
 WORDS = "der river flows past hills where old stones lie under moss and rain falls on quiet towns"
 

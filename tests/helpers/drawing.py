@@ -3,11 +3,11 @@
 import os
 
 from llmtrain.cli.main import main
-from llmtrain.training import sample
+from llmtrain.training import evaluate
 
 
 def diverged(rank: str, config: str) -> None:
     """`llmtrain train CONFIG`; one rank's logits are not finite, but only those of samples."""
     if os.environ["RANK"] == rank:
-        sample._TEMPERATURE = float("nan")
+        evaluate._TEMPERATURE = float("nan")
     main(["train", config])

@@ -1,6 +1,6 @@
 """Who may import whom: read from syntax trees, so nothing is imported to find out.
 
-    5 cli, scripts · 4 tools, report · 3 training · 2 rooms · 1 config · 0 errors, types, durable …
+    5 cli, scripts · 4 tools, report · 3 training · 2 rooms · 1 config · 0 errors, types, system …
 
 Imports go down. A room knows no other room, and nothing knows what knows it. Outside packages that
 are slow to import stand at the top of a module only where `TOP_LEVEL` allows them.
@@ -16,14 +16,9 @@ from pathlib import Path
 
 PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics", "rundir")
-BOTTOM = (
-    "errors", "types", "hashing", "faults", "durable", "heartbeat", "safe_paths", "processes",
-)  # fmt: skip
+BOTTOM = ("errors", "types", "hashing", "faults", "system")
 LAYERS = {
-    **dict.fromkeys(
-        ("errors", "types", "hashing", "durable", "faults", "heartbeat", "safe_paths", "processes"),
-        0,
-    ),
+    **dict.fromkeys(BOTTOM, 0),
     **dict.fromkeys(("config", "agreement"), 1),
     **dict.fromkeys(ROOMS, 2),
     "training": 3,
@@ -37,11 +32,10 @@ TOP_LEVEL: dict[str, set[str]] = {
     "data": {"numpy", "pyarrow", "xxhash"},
     "data.stream": {"numpy", "xxhash", "torch"},
     "model": {"torch", "transformers"},
-    "model.documents": {"torch", "numpy"},
+    "model.attention": {"torch", "transformers", "numpy"},
     "distributed": {"torch", "accelerate"},
     "distributed.plan": set(),
     "distributed.launch": set(),
-    "distributed.launch.attempts": {"torch"},
     "distributed.launch.rendezvous": {"torch"},
     "checkpoint": {"safetensors", "xxhash"},
     "checkpoint.write": {"safetensors", "xxhash", "torch"},
@@ -49,9 +43,8 @@ TOP_LEVEL: dict[str, set[str]] = {
     "metrics": {"torch"},
     "rundir": set(),
     "training": {"torch", "accelerate", "numpy"},
-    "training.stop.signals": set(),
-    "training.start.preflight": set(),
-    "tools.use.adapters": {"pydantic"},
+    "training.stop": set(),
+    "tools.use.load": {"pydantic"},
     "cli": {"typer"},
 }
 

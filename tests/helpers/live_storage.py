@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from llmtrain.model import attention, recompute
-from llmtrain.model.head import Head
-from llmtrain.model.loss import LossModule
+from llmtrain.model import attention, shape
+from llmtrain.model.loss import Head, LossModule
 
 
 class LiveStorage(TorchDispatchMode):
@@ -82,7 +81,7 @@ def fake_model(
     AttentionInterface.register(attention.NAME, attention.attention)
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
     model.set_attn_implementation(attention.NAME)
-    recompute.apply(model, checkpointing)
+    shape.apply_checkpointing(model, checkpointing)
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.config.schema import AdapterConfig
-from llmtrain.model import attention, recompute
-from llmtrain.model.trainable import adapters, freeze
+from llmtrain.model import attention, shape, trainable
 
 
 class WeightCopies(TorchDispatchMode):
@@ -60,12 +59,12 @@ def saved_bytes(
     Of blocks that are computed again, what they are given counts: a checkpoint holds it.
     """
     model = real_model(config, arithmetic if adapter is None else "fp32", ids.shape[1])
-    freeze.freeze(model, patterns)
+    trainable.freeze(model, patterns)
     if adapter is not None:
         dtype = torch.float32 if arithmetic == "fp32" else torch.bfloat16
-        adapters.attach(model, adapter, dtype=dtype)
-        adapters.hold_base(model, dtype, trained=arithmetic == "bf16")
-    recompute.apply(model, checkpointing)
+        trainable.attach(model, adapter, dtype=dtype)
+        trainable.hold_base(model, dtype, trained=arithmetic == "bf16")
+    shape.apply_checkpointing(model, checkpointing)
     weights = {address(one) for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
     held = []

@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_leaves
 
 from llmtrain.checkpoint import read, write
 from llmtrain.config.schema import DdpConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import fsdp, state, weights
+from llmtrain.distributed.engines import fsdp, state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import UserError
-from llmtrain.model import attention, recompute
+from llmtrain.model import attention, shape
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.start.trials.isolation import hiding_attention
+from llmtrain.training.start.trials import hiding_attention
 from llmtrain.training.step import update
 
 RUN = "0123456789abcdef"
@@ -75,13 +75,13 @@ def apart(job: Job, launched: Launched, whole: Any) -> tuple[Any, nn.Module, Any
     """The model on meta, sharded, and filled from rank 0; the others' weights are not looked at."""
     with torch.device("meta"):
         bare = build(job.kind, job.frozen, job.seed)
-    recompute.apply(bare, job.checkpointing)
+    shape.apply_checkpointing(bare, job.checkpointing)
     if job.hiding:
         bare.set_attn_implementation(attention.backend(whole))
     optimizer = make_optimizer(bare, OptimizerConfig(name=job.optimizer, learning_rate=uneven.RATE))
     assert launched.sharding is not None
     module = fsdp.prepare_empty(with_loss(bare, whole), optimizer, launched.sharding)
-    weights.share(bare, whole if launched.ranks.rank == 0 else None, launched.device)
+    fsdp.share_weights(bare, whole if launched.ranks.rank == 0 else None, launched.device)
     return bare, launched.engine.prepare(module, bare, optimizer), optimizer
 
 
@@ -115,7 +115,7 @@ def opened(job: Job) -> tuple[Launched, Any, SimpleNamespace, Any]:
     bare = build_from(job.source) if job.source else build(job.kind, job.frozen, job.seed)
     if job.hiding:
         attention.install(bare, uneven.SEQ_LEN)
-    recompute.apply(bare, job.checkpointing)
+    shape.apply_checkpointing(bare, job.checkpointing)
     optimizer = make_optimizer(bare, OptimizerConfig(name=job.optimizer, learning_rate=uneven.RATE))
     spec = state.spec(bare, optimizer, 4 << 30)
     if job.apart:
@@ -244,7 +244,7 @@ def saved(root: Path, spec: Any, launched: Launched) -> None:
     small["trainer_state.json"] = json.dumps(steps).encode()
     begun = write.begin(root, 4, spec, small, ranks, RUN)
     assert isinstance(begun, write.Begun), begun
-    extents = write.pieces(begun, launched.engine.pieces(spec, writing=True))
+    extents = write.write_pieces(begun, launched.engine.pieces(spec, writing=True))
     done = write.commit(begun, extents, None, ranks)
     assert isinstance(done, write.Committed), done
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.model.attention import backend
-from llmtrain.model.head import Head, examine
-from llmtrain.model.loss import LossModule
+from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.types import Flags, StepVector
 
 

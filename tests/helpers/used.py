@@ -30,7 +30,7 @@ from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
 from llmtrain.training.run_state import model_files
-from llmtrain.training.start.base import find_base
+from llmtrain.training.start.frozen import find_base
 from llmtrain.types import TensorSpec
 
 SEQ_LEN = 32

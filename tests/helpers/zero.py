@@ -23,12 +23,12 @@ from helpers.updates import run_of, with_loss
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.checkpoint import collect, read, write
+from llmtrain.checkpoint import read, write
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
-from llmtrain.model import attention, recompute
+from llmtrain.model import attention, shape
 from llmtrain.model.loss import made_up_batch
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
@@ -132,7 +132,7 @@ def train(case: Case) -> dict[str, Any]:
     engine, ranks = launched.engine, launched.ranks
     bare = build(case.model)
     attention.install(bare, uneven.SEQ_LEN)
-    recompute.apply(bare, case.checkpointing)
+    shape.apply_checkpointing(bare, case.checkpointing)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=uneven.RATE), fused=case.fused)
     spec = state.spec(bare, optimizer, 1 << 30)
     prepared = engine.prepare(with_loss(bare), bare, optimizer)
@@ -246,9 +246,9 @@ def save(launched: Launched, spec: Spec, root: Path, step: int, writers: str) ->
     assert not isinstance(begun, write.Failed), begun
     pieces = launched.engine.pieces(spec, writing=True, dealt=writers == "all")
     if writers == "rank0":
-        extents = collect.pieces(begun, pieces, ranks)
+        extents = write.collect_pieces(begun, pieces, ranks)
     else:
-        extents = write.pieces(begun, pieces)
+        extents = write.write_pieces(begun, pieces)
     done = write.commit(begun, extents, None, ranks)
     assert not isinstance(done, write.Failed), done
 

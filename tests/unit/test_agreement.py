@@ -1,7 +1,7 @@
 import pytest
 from helpers.checkpoints import on_ranks
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.agreement import (
     Alone,
     agreed,
@@ -115,6 +115,6 @@ def test_a_vote_carries_bodies_to_rank_0_and_failures_to_all():
 
 
 def test_the_phase_is_the_same_after_a_vote():
-    heartbeat.beat("saving")
+    system.beat("saving")
     count_votes(Alone(), None, b"")
-    assert heartbeat.read()[1] == "saving"
+    assert system.last_beat()[1] == "saving"

@@ -2,32 +2,32 @@ import os
 
 import pytest
 
-from llmtrain import durable
+from llmtrain import system
 
 
 def test_a_file_system_that_cannot_sync_directories_is_said_once(tmp_path, monkeypatch, caplog):
-    durable._warn_unsynced.cache_clear()
+    system._warn_unsynced.cache_clear()
     monkeypatch.setattr(
         "os.fsync", lambda _: (_ for _ in ()).throw(OSError(22, "Invalid argument"))
     )
-    durable.sync_directory(tmp_path, tmp_path)
+    system.sync_directory(tmp_path, tmp_path)
     assert len(caplog.records) == 1
     monkeypatch.setattr(
         "os.fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
     )
     with pytest.raises(OSError, match="Input/output"):
-        durable.sync_directory(tmp_path)
+        system.sync_directory(tmp_path)
 
 
 def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
-    durable.write(path, b"old")
+    system.write_durably(path, b"old")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
-        durable.write(path, b"new")
+        system.write_durably(path, b"new")
     assert path.read_bytes() == b"old"
     monkeypatch.undo()
-    durable.write(path, b"new")
+    system.write_durably(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -37,27 +37,27 @@ def test_a_file_that_was_removed_or_replaced_is_not_the_open_one(tmp_path):
     path.parent.mkdir()
     path.write_bytes(b"")
     with path.open("rb") as file:
-        assert durable.is_at(path, file.fileno())
-        assert not durable.is_gone(path)
+        assert system.is_at(path, file.fileno())
+        assert not system.is_gone(path)
         path.rename(tmp_path / "moved")
-        assert durable.is_gone(path)
-        assert not durable.is_at(path, file.fileno())
+        assert system.is_gone(path)
+        assert not system.is_at(path, file.fileno())
         path.write_bytes(b"")
-        assert not durable.is_at(path, file.fileno())
+        assert not system.is_at(path, file.fileno())
         path.unlink()
         path.parent.rmdir()
         path.parent.write_bytes(b"a file in place of the directory")
-        assert durable.is_gone(path)
-        assert not durable.is_at(path, file.fileno())
+        assert system.is_gone(path)
+        assert not system.is_at(path, file.fileno())
 
 
 def test_a_file_is_closed_if_the_work_on_it_fails_and_stays_open_otherwise(tmp_path):
-    with durable.close_on_error(os.open(tmp_path, os.O_RDONLY)) as kept:
+    with system.close_on_error(os.open(tmp_path, os.O_RDONLY)) as kept:
         os.fstat(kept)
     os.fstat(kept)
 
     def fail(descriptor):
-        with durable.close_on_error(descriptor):
+        with system.close_on_error(descriptor):
             raise ValueError("the rest")
 
     with pytest.raises(ValueError, match="the rest"):
@@ -68,7 +68,7 @@ def test_a_file_is_closed_if_the_work_on_it_fails_and_stays_open_otherwise(tmp_p
 
 def test_a_file_that_was_not_finished_leaves_nothing_behind(tmp_path):
     def begin():
-        with durable.replacing(tmp_path / "page", sync=False) as file:
+        with system.replacing(tmp_path / "page", sync=False) as file:
             file.write(b"half")
             raise ValueError("the rest")
 
@@ -79,7 +79,7 @@ def test_a_file_that_was_not_finished_leaves_nothing_behind(tmp_path):
 
 def test_two_writers_of_a_shared_file_do_not_meet(tmp_path):
     path = tmp_path / "part"
-    with durable.replacing(path, shared=True) as one, durable.replacing(path, shared=True) as other:
+    with system.replacing(path, shared=True) as one, system.replacing(path, shared=True) as other:
         one.write(b"one")
         other.write(b"other")
     assert path.read_bytes() == b"one"  # the first that was opened is renamed last

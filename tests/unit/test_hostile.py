@@ -29,9 +29,8 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data.audit.first_rows import check_first_rows, count_unread
 from llmtrain.data.chat.chat import Chat
-from llmtrain.data.chat.probe_rows import PROBES
 from llmtrain.data.chat.rows import BadRowError
-from llmtrain.data.chat.template import named_template
+from llmtrain.data.chat.template import PROBES, named_template
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.survey import survey
 from llmtrain.data.tokens.encode import Encoder, settings_of

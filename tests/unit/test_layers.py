@@ -148,7 +148,7 @@ def test_reports_runs_and_status_load_no_torch():
         "import sys, llmtrain, llmtrain.cli.watch, llmtrain.report.compare\n"
         "from llmtrain import Result, Run, open_run\n"
         "import llmtrain.tools.launch.library\n"
-        "from llmtrain.rundir import auto, contents, failures, goodput, lock, record, status\n"
+        "from llmtrain.rundir import contents, failures, goodput, lock, record, status\n"
         "assert not {'torch', 'numpy', 'accelerate'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

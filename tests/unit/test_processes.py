@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import processes
+from llmtrain import system
 
 
 def test_cores_are_those_this_process_may_use():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        found = processes.cores()
+        found = system.cores()
         assert found.count == 1
         installed = os.cpu_count() or 1
         assert installed == 1 or found.why.startswith(f"1 of {installed} CPU cores, to which")
@@ -85,7 +85,7 @@ def test_the_cpu_quota_of_a_container_counts_as_cores(
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
-    found = processes.cores(machine(tmp_path, groups, mounts, **files))
+    found = system.cores(machine(tmp_path, groups, mounts, **files))
     assert found.count == expected
     assert ("may use" in found.why) == (expected < 64)
 
@@ -93,7 +93,7 @@ def test_the_cpu_quota_of_a_container_counts_as_cores(
 def test_without_files_of_the_kernel_all_cores_count(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert processes.cores(tmp_path) == processes.Cores(8, "8 CPU cores")
+    assert system.cores(tmp_path) == system.Cores(8, "8 CPU cores")
 
 
 OMP = {"OMP_NUM_THREADS": "1"}
@@ -132,22 +132,22 @@ LAUNCHES = {
 
 @pytest.mark.parametrize(("env", "above", "own"), LAUNCHES.values(), ids=list(LAUNCHES))
 def test_a_number_of_threads_is_the_users_unless_a_launcher_chose_it(monkeypatch, env, above, own):
-    monkeypatch.setattr(processes, "ancestors", lambda: iter(above))
-    monkeypatch.setattr(processes, "cores", lambda: processes.Cores(6, "6 CPU cores"))
-    assert processes.set_by_user(env) is own
-    found = processes.decide_threads("auto", None, env | {"LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setattr(system, "ancestors", lambda: iter(above))
+    monkeypatch.setattr(system, "cores", lambda: system.Cores(6, "6 CPU cores"))
+    assert system.set_by_user(env) is own
+    found = system.decide_threads("auto", None, env | {"LOCAL_WORLD_SIZE": "2"})
     number = int(env["OMP_NUM_THREADS"])
     if own:
-        assert found == processes.Threads(number, "OMP_NUM_THREADS")
+        assert found == system.Threads(number, "OMP_NUM_THREADS")
     else:
-        assert found == processes.Threads(3, "1/2 of 6 CPU cores")
+        assert found == system.Threads(3, "1/2 of 6 CPU cores")
 
 
 def test_threads_are_those_of_the_config_then_the_user_then_earlier_launches(monkeypatch):
-    monkeypatch.setattr(processes, "ancestors", lambda: iter([SHELL]))
-    monkeypatch.setattr(processes, "cores", lambda: processes.Cores(2, "2 CPU cores"))
-    decide = processes.decide_threads
-    assert decide(5, 3, {"OMP_NUM_THREADS": "4"}) == processes.Threads(5, "training.threads")
+    monkeypatch.setattr(system, "ancestors", lambda: iter([SHELL]))
+    monkeypatch.setattr(system, "cores", lambda: system.Cores(2, "2 CPU cores"))
+    decide = system.decide_threads
+    assert decide(5, 3, {"OMP_NUM_THREADS": "4"}) == system.Threads(5, "training.threads")
     assert decide("auto", 3, {"OMP_NUM_THREADS": "4,2"}).count == 4
     assert decide("auto", 3, {}).count == 3
     for unusable in ("", "0", "many"):
@@ -158,7 +158,7 @@ def test_threads_are_those_of_the_config_then_the_user_then_earlier_launches(mon
 @pytest.mark.launches
 def test_ancestors_are_seen_as_they_began():
     inner = (
-        "from llmtrain.processes import ancestors; (env, command), *_ = ancestors();"
+        "from llmtrain.system import ancestors; (env, command), *_ = ancestors();"
         "print(env.get('MARK'), command[-1])"
     )
     outer = (
@@ -178,9 +178,9 @@ def test_ancestors_are_seen_as_they_began():
 def test_a_hangup_that_nohup_ignores_asks_for_nothing():
     old = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup themselves
     try:
-        assert signal.SIGHUP in processes.stop_signals()
+        assert signal.SIGHUP in system.stop_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signal.SIGHUP not in processes.stop_signals()
+        assert signal.SIGHUP not in system.stop_signals()
     finally:
         signal.signal(signal.SIGHUP, old)
 
@@ -189,7 +189,7 @@ def test_a_hangup_that_nohup_ignores_asks_for_nothing():
 @pytest.mark.launches
 def test_a_child_ends_with_its_parent():
     child = (
-        "import os, signal, time; from llmtrain import processes;"
+        "import os, signal, time; from llmtrain import system as processes;"
         "processes.signal_on_death_of_parent(signal.SIGKILL);"
         "print(os.getpid(), flush=True); time.sleep(60)"
     )
@@ -204,14 +204,14 @@ def test_a_child_ends_with_its_parent():
 
 
 def test_work_in_a_thread_gives_its_result_or_its_exception_to_who_waits():
-    assert processes.begin(lambda: 3, "three").result() == 3
+    assert system.begin_in_thread(lambda: 3, "three").result() == 3
     with pytest.raises(KeyError, match="a"):
-        processes.begin(lambda: {}["a"], "raises").result()
+        system.begin_in_thread(lambda: {}["a"], "raises").result()
 
 
 def test_a_thread_that_hangs_keeps_no_process_from_its_end():
     answer = threading.Event()
-    hanging = processes.begin(answer.wait, "hangs")
+    hanging = system.begin_in_thread(answer.wait, "hangs")
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "hangs"] == [True]
     answer.set()
     assert hanging.result()

@@ -15,7 +15,7 @@ from itertools import chain, cycle, islice, repeat
 import numpy as np
 import xxhash
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.data import heldout
 from llmtrain.data.audit.census import BATCH, Census, census
 from llmtrain.data.documents.lines import MIB
@@ -103,7 +103,7 @@ def _extent(
     first, last = None, state.next_block
     for g in range(state.next_block, state.next_block + manifest.lanes):
         lane = g - state.next_block + 1
-        heartbeat.beat("counting the blocks of the run, by lane", lane, manifest.lanes)
+        system.beat("counting the blocks of the run, by lane", lane, manifest.lanes)
         while lanes.take(g).source >= 0:
             first = g if first is None else min(first, g)
             last, g = max(last, g + 1), g + manifest.lanes

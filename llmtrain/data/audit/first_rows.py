@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmtrain.data.chat.rows import BadRowError, unread_keys
-from llmtrain.data.documents.byte_ranges import columns_of
-from llmtrain.data.documents.reader import Reader
-from llmtrain.data.documents.row_places import OF_THE_SOURCE, bad_row, place_of_row
+from llmtrain.data.documents.lines import columns_of
+from llmtrain.data.documents.reader import OF_THE_SOURCE, Reader, bad_row, place_of_row
 from llmtrain.data.heldout import training_rows, training_texts
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmtrain.data.documents.reader import Reader
-from llmtrain.data.documents.row_places import DESCRIBING, Row, row_order, rows_of, unit_at
+from llmtrain.data.documents.reader import DESCRIBING, Reader, Row, row_order, rows_of, unit_at
 from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import Manifest, Source, Unit
 from llmtrain.data.packing import Span

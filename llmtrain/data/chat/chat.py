@@ -2,6 +2,8 @@
 
 `Chat` opens a run's `tokenizer/`: the tokenizer with its added tokens, and the chat template. What
 it makes of a row depends on these and on its `Settings` alone, so all of them are in the manifest.
+
+What becomes of conversations with more ids than a block has (`chat.too_long`).
 """
 
 from __future__ import annotations
@@ -16,8 +18,14 @@ from typing import Any, Literal
 
 import xxhash
 
-from llmtrain.data.chat.control import Control, control_of, unmark, without_marks
-from llmtrain.data.chat.encode import Encoder, open_encoder
+from llmtrain.data.chat.encode import (
+    Control,
+    Encoder,
+    control_of,
+    open_encoder,
+    unmark,
+    without_marks,
+)
 from llmtrain.data.chat.end_of_turn import (
     NO_CALL,
     Arguments,
@@ -34,13 +42,54 @@ from llmtrain.data.chat.mask import (
     to_sequences,
     token_sequence,
 )
-from llmtrain.data.chat.probe_rows import PROBES
 from llmtrain.data.chat.rendering import MANY
 from llmtrain.data.chat.rows import BadRowError, Example, Message
-from llmtrain.data.chat.template import Template, Tools, has_template, open_template
-from llmtrain.data.chat.too_long import split, truncate
+from llmtrain.data.chat.template import PROBES, Template, Tools, has_template, open_template
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
+
+
+def truncate(sequence: TokenSequence, limit: int) -> TokenSequence | None:
+    """Return the start of a sequence, up to its last trained token; None if none is left.
+
+    limit: the most ids that it may have
+    """
+    trained = sequence.trained[:limit]
+    if not any(trained):
+        return None
+    last = len(trained) - trained[::-1].index(True)
+    return TokenSequence(sequence.ids[:last], trained[:last])
+
+
+def split(messages: Sequence[Message], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    """Return the pieces of a conversation, each as the indices of its messages.
+
+    A piece has the system messages at the front, then as many whole exchanges as fit, but at least
+    one. An exchange begins at a user message that does not follow another.
+
+    fits: whether these messages are short enough
+    """
+    front, exchanges = _exchanges(messages)
+    pieces: list[list[int]] = []
+    piece: list[int] = []
+    for exchange in exchanges:
+        if piece and not fits([*front, *piece, *exchange]):
+            pieces.append([*front, *piece])
+            piece = []
+        piece = [*piece, *exchange]
+    return [*pieces, [*front, *piece]]
+
+
+def _exchanges(messages: Sequence[Message]) -> tuple[list[int], list[list[int]]]:
+    roles = [message["role"] for message in messages]
+    size = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    exchanges: list[list[int]] = []
+    for n in range(size, len(roles)):
+        begins = roles[n] == "user" and (n == size or roles[n - 1] != "user")
+        if begins or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(n)
+    return list(range(size)), exchanges
 
 
 @dataclass(frozen=True, slots=True)

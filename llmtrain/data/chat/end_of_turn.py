@@ -35,10 +35,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from llmtrain.data.chat.control import START, longest
-from llmtrain.data.chat.probe_rows import CALLED, TOWN
+from llmtrain.data.chat.encode import START, longest
 from llmtrain.data.chat.rows import BadRowError, Message
-from llmtrain.data.chat.template import Tools
+from llmtrain.data.chat.template import CALLED, TOWN, Tools
 from llmtrain.errors import Problem, UserError
 
 AUTO = "auto"

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llmtrain.data.chat.control import unmark
-from llmtrain.data.chat.encode import Encoder
+from llmtrain.data.chat.encode import Encoder, unmark
 from llmtrain.data.chat.end_of_turn import EndOfTurn
 from llmtrain.data.chat.rendering import Text
 from llmtrain.data.chat.rows import REASONING, BadRowError, Message

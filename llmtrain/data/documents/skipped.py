@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import pyarrow as pa
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import (
     RESTARTABLE,
@@ -207,7 +207,7 @@ def _append(path: Path, entries: list[dict[str, object]]) -> None:
             raise OSError(f"the disk took only a part of {len(data)} bytes")
         os.fsync(file.fileno())
         if size == 0:
-            durable.sync_directory(path.parent)
+            system.sync_directory(path.parent)
 
 
 def _words(part: LeftOut) -> str:

@@ -15,12 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrain.data.chat.rows import as_text
-from llmtrain.data.documents.byte_ranges import (
-    columns_of,
-    has_whole_rows,
-    hub_file,
-    unit_spans,
-)
 from llmtrain.data.documents.elements import (
     HEAD_BYTES,
     array_elements,
@@ -33,23 +27,24 @@ from llmtrain.data.documents.elements import (
 from llmtrain.data.documents.lines import (
     BOM,
     MIB,
+    columns_of,
     decode_line,
     decompress,
     end_of_line,
     fields,
+    has_whole_rows,
+    hub_file,
     read_exactly,
     read_owned,
     refuse_utf_16,
     to_bytes,
+    unit_spans,
 )
 from llmtrain.data.documents.rows import Rows, as_array, of_table, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
-from llmtrain.data.remote.cache import Cache, cache_root
-from llmtrain.data.remote.footers import load_footer
-from llmtrain.data.remote.prefetch import Range, Ranges
-from llmtrain.data.remote.request import Stopping
-from llmtrain.data.remote.retry import PIECE_BYTES, RangeFile, Remote
+from llmtrain.data.remote.cache import Cache, Range, Ranges, cache_root, load_footer
+from llmtrain.data.remote.fetch import PIECE_BYTES, RangeFile, Remote, Stopping
 from llmtrain.data.sources.local import file_format
 from llmtrain.errors import Problem, UserError
 

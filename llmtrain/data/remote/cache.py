@@ -5,23 +5,56 @@
 
 Processes share it without a lock: a range is written under another name and renamed, one that is
 damaged or deleted counts as never read, and an etag names content that does not change.
+
+Keeps footers of parquet files of the Hub, so that they are requested once per run.
+
+    run.dir/footers/<etag>      a parquet file of nothing but the footer
+
+Rank 0 reads them when it looks for units. Every other process and every later start finds them in
+the run directory, and requests only units from the Hub.
+
+Reads ranges of files on the Hub in one process: from memory, disk, a read ahead or the network.
+
+    read   ─►  kept in memory?  ─►  being read ahead? wait for it  ─►  disk cache  ─►  network
+    expect ─►  a daemon thread reads it, within AHEAD_RANGES and AHEAD_BYTES
+
+The bytes are the same wherever they come from, and the reader decides in which order it asks for
+them, so nothing here changes what is trained on.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
-from llmtrain import durable
-from llmtrain.data.remote.request import quiet_hub
+from llmtrain import system
+from llmtrain.data.remote.fetch import (
+    POLL_SECONDS,
+    HubFile,
+    RangeFile,
+    Remote,
+    Stopping,
+    offline,
+    quiet_hub,
+    stop_error,
+)
+from llmtrain.errors import RunError, UserError
+from llmtrain.system import begin_in_thread
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +142,7 @@ def file_name(etag: str) -> str:
 def write(path: Path, *parts: bytes) -> None:
     """Write a file whole or not at all. There is no fsync, since the Hub has the content."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with durable.replacing(path, sync=False, shared=True) as file:
+    with system.replacing(path, sync=False, shared=True) as file:
         file.writelines(parts)
 
 
@@ -148,3 +181,153 @@ def store_answer(path: Path, answer: dict[str, Any]) -> None:
         write(path, json.dumps(answer).encode())
     except OSError as error:
         _log.warning("the answer of the Hub is not kept in %s: %s", path, error)
+
+
+def load_footer(
+    run_dir: Path | None, etag: str, ask: Callable[[], pq.FileMetaData]
+) -> pq.FileMetaData:
+    """Return the footer kept in the run directory, or ask for it and keep it there."""
+    if run_dir is None or not etag:
+        return ask()
+    path = run_dir / "footers" / file_name(etag)
+    try:
+        return pq.read_metadata(io.BytesIO(path.read_bytes()))
+    except OSError:  # not there yet, or not readable
+        footer = ask()
+    except pa.ArrowException as error:
+        _log.warning("%s is damaged, and read again: %s", path, error)
+        footer = ask()
+    content = io.BytesIO()
+    footer.write_metadata_file(content)
+    try:
+        write(path, content.getvalue())
+    except OSError as error:  # such as a run directory that may only be read
+        _log.warning("%s is not kept: %s", path, error)
+    return footer
+
+
+AHEAD_RANGES = 2
+AHEAD_BYTES = 64 << 20
+KEPT_BYTES = 256 << 20
+
+
+class Range(NamedTuple):
+    """Bytes [start, end) of a file."""
+
+    file: HubFile
+    start: int
+    end: int
+
+
+class Ranges:
+    """Ranges of files on the Hub.
+
+    cache: keeps them on disk. Without it, ranges that are needed again (slices of one row group)
+        are kept in memory, at most KEPT_BYTES of them
+    """
+
+    def __init__(self, remote: Remote, cache: Cache | None, stop: Stopping | None = None) -> None:
+        self._remote = remote
+        self._cache = cache
+        self._stop = stop
+        self._lock = Lock()
+        self._kept: OrderedDict[Range, bytes] = OrderedDict()
+        self._ahead: dict[Range, Future[bytes]] = {}
+        self._expected: deque[Range] = deque()
+
+    def open(self, file: HubFile, *, again: bool = False) -> RangeFile:
+        """Open a file to read one unit from. The unit's deadline counts from now.
+
+        again: whether its ranges are likely to be read again
+
+        Reading raises as `Remote.fetch` does.
+        """
+        deadline = self._remote.deadline()
+        return RangeFile(
+            file.size, lambda start, end: self._get(Range(file, start, end), deadline, again)
+        )
+
+    def expect(self, key: Range) -> None:
+        """Read a range that will be asked for soon, once there is room."""
+        with self._lock:
+            known = key in self._kept or key in self._ahead or key in self._expected
+            if known or key.end - key.start > AHEAD_BYTES:
+                return
+            self._expected.append(key)
+        self._admit()
+
+    def forget(self, key: Range) -> None:
+        """Drop a range that is not asked for after all, to make room for another."""
+        with self._lock:
+            self._ahead.pop(key, None)
+            if key in self._expected:
+                self._expected.remove(key)
+        self._admit()
+
+    def _get(self, key: Range, deadline: float, again: bool) -> bytes:
+        with self._lock:
+            content = self._kept.get(key)
+            if content is not None:
+                self._kept.move_to_end(key)
+                return content
+            future = self._ahead.get(key)
+            if future is None and key in self._expected:
+                self._expected.remove(key)
+        content = self._from_ahead(key, future) if future else None
+        if content is None:
+            content = self._read(key, deadline)
+        if again and self._cache is None:
+            self._keep(key, content)
+        return content
+
+    def _admit(self) -> None:
+        """Begin to read expected ranges in order, while there is room for them."""
+        with self._lock:
+            while self._expected and len(self._ahead) < AHEAD_RANGES:
+                size = sum(key.end - key.start for key in (*self._ahead, self._expected[0]))
+                if size > AHEAD_BYTES:
+                    return
+                key = self._expected.popleft()
+                self._ahead[key] = begin_in_thread(partial(self._read_ahead, key), "ahead")
+
+    def _read_ahead(self, key: Range) -> bytes:
+        return self._read(key, self._remote.deadline())
+
+    def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
+        """Return what was read ahead, or None if that failed: then the caller reads it again.
+
+        The caller's deadline is later than that of the failed read, which began before it.
+        """
+        while not wait([future], POLL_SECONDS).done:
+            self._check_stop()
+        with self._lock:
+            self._ahead.pop(key, None)
+        self._admit()
+        if not isinstance(future.exception(), UserError | RunError):
+            return future.result()
+        self._check_stop()
+        return None
+
+    def _check_stop(self) -> None:
+        if self._stop is not None and self._stop.wait(0):
+            raise stop_error()
+
+    def _read(self, key: Range, deadline: float) -> bytes:
+        from huggingface_hub import constants
+
+        file, start, end = key
+        content = self._cache.get(file.etag, start, end) if self._cache else None
+        if content is not None:
+            return content
+        if start < end and constants.HF_HUB_OFFLINE:
+            raise UserError(offline(file.url, start, end))
+        content = self._remote.fetch(file, start, end, deadline)
+        if self._cache:
+            self._cache.put(file.etag, start, end, content)
+        return content
+
+    def _keep(self, key: Range, content: bytes) -> None:
+        with self._lock:
+            self._kept[key] = content
+            while sum(map(len, self._kept.values())) > KEPT_BYTES:
+                self._kept.popitem(last=False)

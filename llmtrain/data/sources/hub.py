@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmtrain.config.schema import SourceConfig
 from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
-from llmtrain.data.remote.request import (
+from llmtrain.data.remote.fetch import (
+    ATTEMPT_SECONDS,
     REFUSED,
     AttemptError,
     Stopping,
     asked_wait,
+    back_off,
+    pause,
     quiet_hub,
     wait_for,
 )
-from llmtrain.data.remote.retry import ATTEMPT_SECONDS, back_off, pause
 from llmtrain.data.sources import local
 from llmtrain.data.sources.local import (
     NOT_DATA,

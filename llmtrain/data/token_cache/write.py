@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 import numpy as np
 import xxhash
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.data.documents.lines import in_batches
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Source, Unit
@@ -153,8 +153,8 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file as `durable.replacing` does. Raises RunError (74) if the disk fails."""
-    with needed_on_disk(path), durable.replacing(path, shared=True) as file:
+    """Open a file as `system.replacing` does. Raises RunError (74) if the disk fails."""
+    with needed_on_disk(path), system.replacing(path, shared=True) as file:
         yield file
 
 

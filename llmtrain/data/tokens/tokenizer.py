@@ -7,15 +7,29 @@ The manifest keeps the choice, and every later start and every worker opens that
 Text is only ever text: an article that contains `<|endoftext|>` gets the ids of these characters,
 never the control token. No back end knows added tokens, special or not. If a model makes one from
 text by itself, the string is cut in two.
+
+Chooses the back end that a new run tokenizes with. Rank 0 does it once, and logs the reason.
+
+It is tiktoken if the tokenizer can be converted, its merges lead to every entry, and the ids equal
+those of `tokenizers` on documents of the run and on texts made to find a difference.
+
+Trains a byte-level BPE on texts, and makes the files of a tokenizer directory.
+
+The tokenizer has the form of GPT-2's: every byte is a symbol, so no text is unknown and decoding
+returns exactly the same bytes; GPT-2's pattern cuts text into words before merging. `<|endoftext|>`
+has id 0 and is the only special token. The same texts give the same files, with any number of
+threads.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,19 +40,22 @@ import numpy as np
 import xxhash
 
 from llmtrain.data.tokens.convert import (
+    PROBES,
     Description,
     added_tokens,
     control_strings,
     convert,
+    find_unreached,
+    long_runs,
     obstacles,
     shell,
     vocabulary,
 )
-from llmtrain.data.tokens.probe_texts import PROBES
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
     import tokenizers
+
 
 Backend = Literal["tokenizers", "tiktoken"]
 
@@ -323,3 +340,121 @@ def _begins_with(description: Description, bos: int | None) -> bool:
     model = {"type": "BPE", "vocab": {"a": 1 << 30}, "merges": []}
     ids = shell(description, "post_processor", model=model).encode("a").ids
     return bos is not None and ids[:1] == [bos]
+
+
+_log = logging.getLogger(__name__)
+
+
+def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
+    """Choose the tokenizer of a new run: tiktoken if it gives the same ids. If not, log why.
+
+    It takes one to two seconds.
+
+    texts: documents of the run, compared in addition to the awkward texts
+    """
+    reference = open_tokenizer(directory)
+    candidate = _candidate(directory)
+    if isinstance(candidate, str):
+        _log.info("tokenizing with tokenizers, because %s", candidate)
+        return reference
+    documents = list(texts)
+    difference = _failure(candidate, long_runs(PART_CHARACTERS)) or first_difference(
+        reference, candidate, [*reference.awkward, *documents]
+    )
+    if difference:
+        _log.warning("tokenizing with tokenizers, because %s", difference)
+        return reference
+    said = "tokenizing with tiktoken: ids equal those of tokenizers on %d documents"
+    _log.info(said, len(documents))
+    return candidate
+
+
+def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str | None:
+    """Describe where `other` first gives other ids; None if it gives the same."""
+    for text in texts:
+        expected, found = one.encode(text), other.encode(text)
+        if not np.array_equal(expected, found):
+            same = expected[: len(found)] == found[: len(expected)]
+            at = len(same) if same.all() else int(same.argmin())
+            near = one.decode(expected[max(0, at - 8) : at + 8])
+            return f"{other.backend} gives other ids at {near!r}"
+    return None
+
+
+def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
+    """Return the error of a back end that fails on one of these texts, or None."""
+    for text in texts:
+        try:
+            tokenizer.encode(text)
+        except ValueError as error:  # its regular expression engine has limits
+            return f"{tokenizer.backend} fails on {len(text)} characters {text[:8]!r}…: {error}"
+    return None
+
+
+def _candidate(directory: Path) -> Tokenizer | str:
+    """Return the tokenizer with tiktoken, or the reason why it cannot be used."""
+    import tokenizers
+
+    if importlib.util.find_spec("tiktoken") is None:
+        return "tiktoken is not installed"
+    content, description = describe(directory)
+    obstacle = next(obstacles(description), None)
+    if obstacle:
+        return obstacle
+    entry = find_unreached(description, tokenizers.Tokenizer.from_str(content.decode()).model)
+    if entry:
+        return f"its merges do not lead to the entry {entry!r}"
+    try:
+        return open_tokenizer(directory, "tiktoken")
+    except UserError as error:
+        return error.problems[0].expected
+
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 256 + 1  # the byte symbols and the special token
+
+
+def train_bpe(texts: Iterable[str], entries: int) -> str:
+    """Train on `texts` and return the text of a `tokenizer.json` with exactly `entries` entries.
+
+    It keeps one count for each distinct word in memory. Raises UserError if `entries` is less than
+    the 256 byte symbols and the special token, or if the texts are too small to reach it.
+    """
+    asked = f"{{train: {entries}}}"
+    if entries < SMALLEST:
+        raise UserError(Problem("model.tokenizer", asked, f"at least {SMALLEST} entries"))
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached != entries:
+        expected = f"text enough for {entries} entries; the training text gives {reached}"
+        remedy = f"{{train: {reached}}}, or more text"
+        raise UserError(Problem("model.tokenizer", asked, expected, remedy))
+    return str(tokenizer.to_str(pretty=False))
+
+
+def tokenizer_config() -> str:
+    """Return the `tokenizer_config.json` with which transformers loads such a tokenizer.
+
+    `<|endoftext|>` ends a document. Since no text contains it, it also begins a text and pads.
+    Nothing is added to a text when it is encoded.
+    """
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,  # transformers' own number for "no limit"
+    }
+    return json.dumps(fields, indent=2) + "\n"

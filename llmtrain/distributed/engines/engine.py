@@ -3,23 +3,153 @@
 `TorchEngine` drives DDP, FSDP2, HSDP and a single process. A step does not wait for the device,
 except with offloaded shards, which are updated on the host. How far to clip and whether to skip a
 bad update is decided from the step's reduced vector (clipping.py), so equally on all ranks.
+
+The decisions of a step, from its reduced vector: how far to clip, and whether to update at all.
+
+Where operations are queued, they are tensors of shape (), for which nobody waits. Elsewhere they
+are numbers: an operation on a tensor of one element takes as long as thirty on numbers, and there
+are twenty of them in a step. Both have the same bits.
+
+A check that replicas still have equal weights, bit by bit.
+
+Replicas make the same updates from the same gradients, so their weights are equal in every bit. If
+they became different, each replica would silently continue with its own. A checksum of each
+parameter is therefore compared: the sum of its memory in words of eight bytes, modulo 2^64. Any
+single changed bit changes it.
+
+    hsdp of 2 × 2      shard 0   shard 1
+        replica 0      rank 0    rank 1       ranks of a column must have equal sums
+        replica 1      rank 2    rank 3
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import c_float
 from dataclasses import replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from llmtrain.distributed.engines import clipping, fsdp, replicas, state
-from llmtrain.distributed.engines.batch_norm import with_common_statistics
-from llmtrain.distributed.engines.fsdp import Sharding
-from llmtrain.types import Piece, Spec, StepVector
+from llmtrain.distributed.engines import fsdp, state
+from llmtrain.distributed.engines.fsdp import Sharding, with_common_statistics
+from llmtrain.types import SLOTS, Piece, Spec, StepVector
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether operations on this device are queued, so that a read would wait for them."""
+    return device.type == "cuda"
+
+
+def gradient_norm(sums: StepVector) -> Tensor | float:
+    """Return the gradient norm before clipping, rounded to fp32: () fp32, or a number."""
+    if is_asynchronous(sums.data.device):
+        return sums["squares"].sqrt().float()
+    return _fp32(math.sqrt(_value(sums, "squares")))
+
+
+def clip_factor(sums: StepVector, max_norm: float) -> Tensor | float:
+    """Return min(1, max_norm / (norm + 1e-6)), computed in fp32 as torch's clip_grad_norm_ does.
+
+    If the update is refused, it may be anything.
+    """
+    before = gradient_norm(sums)
+    if isinstance(before, Tensor):
+        return (max_norm / (before + 1e-6)).clamp(max=1.0)
+    # An operation in fp64 whose result is rounded is one in fp32. torch divides by the reciprocal.
+    return min(_fp32(_fp32(1.0 / _fp32(before + _EPSILON)) * _fp32(max_norm)), 1.0)
+
+
+def is_refused(sums: StepVector) -> Tensor | bool:
+    """Whether the update of this step must not be applied: () bool, or a number's bool."""
+    before = gradient_norm(sums)
+    if isinstance(before, Tensor):
+        failed = sums["not_finite"] + sums["data_failed"]
+        # A comparison with NaN is false, so these hold only for a finite norm.
+        return ~((failed == 0) & (sums.tokens > 0) & (before < math.inf))
+    failed_on = _value(sums, "not_finite") + _value(sums, "data_failed")
+    return failed_on > 0 or not sums.has_tokens or not math.isfinite(before)
+
+
+def _value(sums: StepVector, slot: str) -> float:
+    return sums.values[SLOTS.index(slot)]
+
+
+def _fp32(number: float) -> float:
+    """Round to fp32, or to infinity."""
+    return c_float(number).value
+
+
+_EPSILON = _fp32(1e-6)
+
+
+_WORD = torch.int64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LEAST = torch.iinfo(_WORD).min
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return () int64 on the device: the sum modulo 2^64 of the bits of a contiguous tensor.
+
+    It adds words of eight bytes, then the remaining elements. That is four times as fast as adding
+    all elements one by one.
+    """
+    flat = tensor.detach().view(-1)
+    per_word = _WORD.itemsize // flat.dtype.itemsize
+    if flat.storage_offset() % per_word:  # torch reads words only at multiples of their size
+        flat = flat.clone()
+    even = flat.numel() - flat.numel() % per_word
+    rest = flat[even:].view(_INTEGERS[flat.dtype.itemsize])
+    return flat[:even].view(_WORD).sum() + rest.sum(dtype=_WORD)
+
+
+def unequal_ranks(
+    names: Sequence[str], held: Sequence[Tensor], replicas: int
+) -> dict[str, list[int]]:
+    """Return the names of tensors that differ between replicas, each with the ranks that differ.
+
+    held: this rank's part of each tensor.
+
+    A rank is named if its bits are not those of more than half of the tensor's replicas. Without
+    such a majority it is unknown which replica is right, and all of them are named. Two replicas
+    that differ never have a majority.
+
+    Collective over all ranks of the default group, with the same result on each. It takes one
+    reduction of 16 bytes per tensor and shard, and a second exchange only if something differs.
+    Waits for the device.
+    """
+    world_size = dist.get_world_size()
+    shards = world_size // replicas
+    sums = torch.stack([checksum(tensor) for tensor in held])
+    # min(x) is ~max(~x), so one reduction finds the largest and the smallest sum.
+    bounds = sums.new_full((shards, 2, len(sums)), _LEAST)
+    bounds[dist.get_rank() % shards] = torch.stack([sums, ~sums])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    if bool((bounds[:, 0] == ~bounds[:, 1]).all()):
+        return {}
+    each = [torch.empty_like(sums) for _ in range(world_size)]
+    dist.all_gather(each, sums)
+    columns = zip(*(one.tolist() for one in each), strict=True)
+    found = {name: odd_ranks(column, shards) for name, column in zip(names, columns, strict=True)}
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def odd_ranks(sums: Sequence[int], shards: int) -> list[int]:
+    """Return the ranks whose sum is not that of most replicas of their shard. sums: one a rank."""
+    found: list[int] = []
+    for shard in range(shards):
+        ranks = range(shard, len(sums), shards)
+        value, count = Counter(sums[rank] for rank in ranks).most_common(1)[0]
+        agreed = 2 * count > len(ranks)
+        found += [rank for rank in ranks if not agreed or sums[rank] != value]
+    return sorted(found)
+
 
 _SMALL = 1 << 15  # elements; a larger tensor's own work is longer than a call
 _SLAB = 1 << 17  # elements that are in a CPU's cache as fp64
@@ -102,7 +232,7 @@ class Engine(Protocol):
 
         base: whether to compare the frozen base of adapters, too.
 
-        `replicas.unequal` describes which ranks are named. The result is the same on all ranks,
+        `unequal_ranks` describes which ranks are named. The result is the same on all ranks,
         and empty if the strategy has no replicas. Collective. Waits for the device.
         """
         return {}
@@ -171,7 +301,7 @@ class TorchEngine(Engine):
         """
         if max_norm is None:
             return
-        factor = clipping.clip_factor(self._here(sums), max_norm)
+        factor = clip_factor(self._here(sums), max_norm)
         if isinstance(factor, float):
             if factor == 1.0:
                 return
@@ -188,7 +318,7 @@ class TorchEngine(Engine):
         counts. Other kernels have no such flag, so for them this waits for the device.
         """
         self._set_rates(factor)
-        refused = clipping.refused(self._here(sums))
+        refused = is_refused(self._here(sums))
         if self._fused and isinstance(refused, Tensor):
             # Must be 0 or 1: at 2.0 the kernel applies the NaN and lowers its step (torch 2.13).
             self._optimizer.found_inf = refused.float()  # type: ignore[attr-defined]  # of fused kernels
@@ -209,7 +339,7 @@ class TorchEngine(Engine):
 
     def norm(self, sums: StepVector) -> Tensor | float:
         """See `Engine.norm`. It is the square root of the sum of squares over all ranks."""
-        return clipping.norm(sums)
+        return gradient_norm(sums)
 
     def create_state(self) -> None:
         """See `Engine.create_state`."""
@@ -246,7 +376,7 @@ class TorchEngine(Engine):
         if count == 1:
             return {}
         named = dict(self._bare.named_parameters()) if base else state.named_parameters(self._bare)
-        return replicas.unequal(list(named), [state.local(p) for p in named.values()], count)
+        return unequal_ranks(list(named), [state.local(p) for p in named.values()], count)
 
     def _here(self, sums: StepVector) -> StepVector:
         """Return the vector where updates are made: on the host if the shards are offloaded."""

@@ -11,6 +11,14 @@ which are replicas of each other:
 An accelerate launch sets many FSDP_* variables, some of them from accelerate's defaults, and they
 silently override arguments. They are read here, a warning names each one that is not followed, and
 all are removed before accelerate could read them.
+
+Batch norm over several processes, with statistics of the micro-batch's rows on all ranks.
+
+Send weights from rank 0 into the shards of all ranks.
+
+Rank 0 reads or initialises the weights and sends them in pieces; each rank keeps its rows. No other
+rank ever has the whole model, not even in host memory. Tensors that are not in a checkpoint, such
+as buffers of rotary frequencies, are sent as well.
 """
 
 from __future__ import annotations
@@ -24,21 +32,44 @@ from datetime import timedelta
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-)
-from torch import nn
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from llmtrain.distributed.engines.batch_norm import with_common_statistics
-from llmtrain.distributed.launch.keys import value
-from llmtrain.distributed.launch.named import hsdp_mesh, one_sided
+from llmtrain import system
+from llmtrain.distributed.engines import state
+from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
 
 _log = logging.getLogger(__name__)
+
+
+def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Replace batch norms by torch's SyncBatchNorm if there are several processes.
+
+    With ordinary batch norm each rank has its own statistics: losses would differ between ranks,
+    and a resumed run would continue with the statistics of rank 0. Raises UserError on CPUs, which
+    SyncBatchNorm does not support.
+    """
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    if not norms or accelerator.num_processes == 1:
+        return module
+    if accelerator.device.type == "cpu":
+        expected = f"one process on a CPU, for a model with batch norm ({_some(norms)})"
+        raise UserError(Problem("processes", accelerator.num_processes, expected, "GPUs, or one"))
+    _log.info("batch norm is computed over all processes (SyncBatchNorm): %s", _some(norms))
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]  # torch has no stub for it
+    return converted
+
+
+def _some(found: list[str]) -> str:
+    """Return the first of the names, and how many more there are."""
+    return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
+
 
 # Values of a launch file that are not followed: (key, value, reason or replacement).
 _OVERRULED = (
@@ -286,3 +317,59 @@ def reshard(module: nn.Module) -> None:
 
 def _sharded(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+_SENT = 8 << 20  # bytes that are sent at once
+
+
+def share_weights(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
+    """Send every rank its part of the weights of `whole`, and all buffers.
+
+    model: the sharded model, which is filled.
+    whole: the same model with its weights on rank 0, None on the other ranks.
+
+    Collective. It needs `_SENT` bytes of extra memory on the device.
+    """
+    buffer = torch.empty(_SENT, dtype=torch.uint8, device=device)
+    source = dict(whole.named_parameters()) if whole else {}
+    for name, parameter in model.named_parameters():
+        part = state.piece(name, parameter.detach())
+        given = source[name].detach().reshape(-1) if whole else None
+        _receive(part.data, part.start, math.prod(parameter.shape), given, buffer)
+    others = dict(_other_tensors(whole)) if whole else {}
+    for (owner, name), tensor in list(_other_tensors(model)):
+        # On the device even if parameters are offloaded: those are gathered on it, buffers are not.
+        into = torch.empty_like(tensor, device=device)
+        given = others[owner, name].reshape(-1) if whole else None
+        _receive(into.view(-1), 0, into.numel(), given, buffer)
+        setattr(model.get_submodule(owner), name, into)
+
+
+def _receive(into: Tensor, start: int, size: int, given: Tensor | None, buffer: Tensor) -> None:
+    """Fill `into` with the elements from `start` on of a flat tensor that rank 0 sends.
+
+    size: elements of the whole flat tensor.
+    given: the whole flat tensor on rank 0, None on the other ranks.
+    buffer: bytes on the device, for what is sent at once.
+    """
+    item = into.element_size()
+    step = buffer.numel() // item
+    for first in range(0, size, step):
+        used = buffer[: min(step, size - first) * item]
+        sent = used.view(into.dtype)
+        if given is not None:
+            sent.copy_(given[first : first + len(sent)])
+        system.beat("sending the weights to all processes")
+        dist.broadcast(used, src=0)
+        low, high = max(first, start), min(first + len(sent), start + into.numel())
+        if low < high:
+            into[low - start : high - start].copy_(sent[low - first : high - first])
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield buffers, persistent or not, and tensors that are plain attributes of a module."""
+    for owner, module in model.named_modules():
+        found = {**vars(module), **module._buffers}
+        for name, held in found.items():
+            if isinstance(held, Tensor):
+                yield (owner, name), held

@@ -7,7 +7,7 @@ gives each rank some rows, so a piece is a range. A tensor of 5 rows and 3 colum
 
 Names are those of the unwrapped transformers model, and a tied tensor appears once, under its first
 name. Of a model with adapters only what is trained is saved, under the names that peft gives it in
-its files. The state of each optimizer is described in `distributed.optimizer_state`. A count of
+its files. The state of each optimizer is described in `distributed.plan.memory`. A count of
 updates (`step`) is not a tensor of the files: a checkpoint has one integer for all parameters. The
 state is created as zeros, never by a step.
 """
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from llmtrain.distributed.optimizer_state import states
+from llmtrain.distributed.plan.memory import states
 from llmtrain.types import DTYPES, Algorithm, Piece, Spec, StateSpec, TensorSpec, tensor_bytes
 
 ADAPTER = "adapter_model.safetensors"  # the file of an adapter's tensors, as peft calls it

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain.config.checks import check_batch
-from llmtrain.distributed.launch.keys import example, value
 from llmtrain.distributed.launch.named import (
+    example,
     hsdp_mesh,
     named_family,
     named_mesh,
@@ -24,6 +24,7 @@ from llmtrain.distributed.launch.named import (
     number,
     one_sided,
     unsupported_problems,
+    value,
     with_variables,
 )
 from llmtrain.distributed.plan.memory import FSDP, ZERO

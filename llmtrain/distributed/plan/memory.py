@@ -11,16 +11,41 @@ start makes two passes without clearing gradients.
 
 A shard of FSDP2 has ceil(dim 0 / N) rows, not 1/N of the elements, so the first rank is the
 fullest.
+
+The tensors that each optimizer keeps for a parameter, here and in checkpoints:
+
+    adamw        exp_avg, exp_avg_sq   fp32, of the parameter's shape
+    muon         momentum_buffer       fp32, of the parameter's shape
+    adamw_8bit   state1, state2        one byte an element
+                 absmax1, absmax2      fp32, the scale of each block of 256 elements
+                 qmap1, qmap2          fp32, the number that each of the 256 bytes stands for
+                 A small parameter has state1 and state2 in fp32, and nothing else.
+
+`training/optimizer.py` decides which of them updates a parameter, and writes its name into the
+optimizer's groups, as `algorithm`. Counts of updates are not among the tensors: a checkpoint stores
+one for all parameters.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
+from functools import cache
+from typing import assert_never
 
-from llmtrain.distributed.optimizer_state import state_bytes
-from llmtrain.types import Chunk, ModelShape, ParameterShape, Saved
+from llmtrain.errors import Problem
+from llmtrain.types import (
+    Algorithm,
+    Chunk,
+    ModelShape,
+    ParameterShape,
+    Saved,
+    StateSpec,
+    TensorSpec,
+    tensor_bytes,
+)
 
 # The arithmetic of a forward, as in `model.count`:
 #     fp32       everything is fp32
@@ -43,6 +68,8 @@ AHEAD = 50_000_000
 PERSISTENT = 100_000
 # Bytes of a weight in four bits, with a byte for each 64 of them and fp32 for each 256 of these.
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+_BLOCK = 256  # elements with one scale in bitsandbytes, and the number of values of a byte
+_SMALL = 4096  # elements: bitsandbytes keeps the moments of smaller parameters in fp32
 _GIB = 2**30
 _CONTEXT = 1.0  # GiB that CUDA and NCCL take before the first tensor
 _COMMUNICATOR = 0.3  # GiB for each further group of ranks
@@ -123,6 +150,39 @@ class States:
     parameters: int
     gradients: int
     optimizer: int
+
+
+def states(algorithm: Algorithm, shape: tuple[int, ...]) -> StateSpec:
+    """Return the tensors that an optimizer keeps for a parameter of this shape, or a part of it."""
+    whole = TensorSpec("F32", shape)
+    match algorithm:
+        case "adamw":
+            return {"exp_avg": whole, "exp_avg_sq": whole}
+        case "muon":
+            return {"momentum_buffer": whole}
+        case "adamw_8bit":
+            if math.prod(shape) < _SMALL:
+                return {"state1": whole, "state2": whole}
+            codes, values = TensorSpec("U8", shape), TensorSpec("F32", (_BLOCK,))
+            scales = TensorSpec("F32", (-(-math.prod(shape) // _BLOCK),))
+            first = {"state1": codes, "qmap1": values, "absmax1": scales}
+            return first | {"state2": codes, "qmap2": values, "absmax2": scales}
+        case _:
+            assert_never(algorithm)
+
+
+@cache
+def state_bytes(algorithm: Algorithm, shape: tuple[int, ...]) -> int:
+    """Return the bytes of all these tensors."""
+    return sum(tensor_bytes(tensor) for tensor in states(algorithm, shape).values())
+
+
+def missing_package(algorithm: Algorithm) -> list[Problem]:
+    """Return the problem of an optimizer whose package is not installed. It imports nothing."""
+    if algorithm != "adamw_8bit" or importlib.util.find_spec("bitsandbytes"):
+        return []
+    remedy = "pip install 'llmtrain[quantized]'"
+    return [Problem("optimizer.name", algorithm, "an installed bitsandbytes", remedy)]
 
 
 def arithmetic_of(strategy: str, precision: str) -> Arithmetic:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint import candidates, read, retention
+from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import CheckpointConfig
@@ -223,7 +223,7 @@ def listing(place: Place, policy: CheckpointConfig | None) -> Listing:
     except OSError as error:
         raise _no_answer(place.root, error) from error
     losses = {row.step: row.last_loss for row in rows if _is_ours(row) and row.step is not None}
-    kept = retention.reasons(losses, policy, resumed_from) if policy else {}
+    kept = candidates.reasons_to_keep(losses, policy, resumed_from) if policy else {}
     rows = [
         replace(row, kept=kept.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
     ]
@@ -280,7 +280,7 @@ def _losses(path: Path) -> tuple[float | None, float | None]:
     """Return the held-out loss of the checkpoint's own step, and that of the newest evaluation."""
     with suppress(form.DamagedError):  # the row has this damage under `wrong`
         state = form.state(path)
-        last, evaluation, step = retention.loss_in(state), state.get("evaluation"), state["step"]
+        last, evaluation, step = candidates.loss_in(state), state.get("evaluation"), state["step"]
         own = isinstance(evaluation, dict) and evaluation.get("step", step) == step
         return (last if own else None), last
     return None, None

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import retention
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints.look import (
@@ -138,8 +138,8 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
 def _delete(found: Listing, goes: Sequence[Row]) -> None:
     """Delete as retention does. Raises RunError if anything of it is still there afterwards."""
     assert found.policy is not None
-    retention.apply(found.root, found.policy, found.run_id or "", found.resumed_from)
-    retention.clean(found.root)
+    candidates.prune(found.root, found.policy, found.run_id or "", found.resumed_from)
+    candidates.clean_up(found.root)
     for row in goes:
         if row.kind in SET_ASIDE:
             shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below

@@ -34,8 +34,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
-from llmtrain.rundir.auto import Auto
-from llmtrain.rundir.status import read_status
+from llmtrain.rundir.status import Auto, read_status
 from llmtrain.tools.launch.launch import has_gpu, launch, launch_problems
 
 KILL_AT = 6

@@ -2,13 +2,25 @@
 
 This works before a run exists, and on a run's directory without changing it. A value that is
 counted in a part of the documents is an estimate, and is marked as one.
+
+Temporary copies of a run's directory, for commands that must not write to the run.
+
+Reading data writes notes into the run directory: footers of the Hub's files, and units that were
+skipped. A command that only inspects a run reads in a temporary directory instead, which begins
+with copies of the run's manifest, tokenizer and notes.
+
+Open the blocks of a config without training, to inspect the data or for your own loop.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmtrain.config.binding import data_settings
@@ -20,19 +32,53 @@ from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import Block
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import Manifest, has_other_sources
 from llmtrain.data.state import DataState
+from llmtrain.data.stream import Stream
+from llmtrain.data.stream import open_stream as open_blocks
 from llmtrain.data.survey import check
 from llmtrain.data.tokens.encode import Encoder, open_encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.model.build import model_config
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
-from llmtrain.tools.data.scratch import aside_unless_other
-from llmtrain.training.start.base import find_base
 from llmtrain.training.start.data import FewSteps, few_steps
+from llmtrain.training.start.frozen import find_base
 from llmtrain.training.start.prepare import load_manifest, prepare
 from llmtrain.types import NOT_TRAINED
+
+FILES = (contents.MANIFEST, "skipped-units.jsonl")
+
+
+@contextmanager
+def aside(run_dir: Path | None) -> Iterator[Path]:
+    """Yield a temporary directory with the manifest, tokenizer and notes of a run, if any."""
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        if run_dir is not None:
+            _copy(run_dir.absolute(), Path(folder))
+        yield Path(folder)
+
+
+def aside_unless_other(config: Config) -> AbstractContextManager[Path]:
+    """Return what `aside` does for the run of `config`; empty if that run has other sources.
+
+    Looking at data is no part of a run, so an existing run does not limit which data can be seen.
+    """
+    manifest = config.run_dir / contents.MANIFEST
+    other = manifest.exists() and has_other_sources(manifest, data_settings(config))
+    return aside(None if other else config.run_dir)
+
+
+def _copy(run_dir: Path, folder: Path) -> None:
+    for name in FILES:
+        if (run_dir / name).exists():
+            shutil.copyfile(run_dir / name, folder / name)
+    if (run_dir / contents.TOKENIZER).is_dir():
+        shutil.copytree(run_dir / contents.TOKENIZER, folder / contents.TOKENIZER)
+    (folder / "footers").mkdir()
+    for footer in (run_dir / "footers").glob("*"):
+        (folder / "footers" / footer.name).symlink_to(footer)
+
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
@@ -349,3 +395,30 @@ def _buckets(found: Sequence[Census]) -> tuple[Bucket, ...]:
         Bucket(1 << (bits - 1), (1 << bits) - 1, counts[bits])
         for bits in range(min(counts), max(counts) + 1)
     )
+
+
+@contextmanager
+def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterator[Stream]:
+    """Open the stream of batches that rank `rank` would train on: `with open_stream(config) as s:`.
+
+    It begins with the first step; `next(s)` returns a `Batch` with this rank's blocks of one step.
+    The manifest and tokenizer are those of `config.run.dir` if a run with the same sources began
+    there; else they are made in a temporary directory. Nothing is written to `run.dir`. Raises
+    UserError for problems of the data.
+    """
+    workers = 0 if config.data.workers == "auto" else config.data.workers
+    with aside_unless_other(config) as directory:
+        prepare(config, directory, world_size * max(1, workers))
+        stream = open_blocks(
+            load_manifest(config, directory),
+            directory / contents.TOKENIZER,
+            blocks_per_step=config.training.global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            workers=workers,
+            reading=reading_of(data_settings(config), directory),
+        )
+        try:
+            yield stream
+        finally:
+            stream.close()

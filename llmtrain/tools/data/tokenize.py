@@ -11,19 +11,36 @@ DIR/tokenizer/ if it is missing. The lock stays too: if it were deleted, one com
 deleted file while another creates a new one.
 
 Nothing is held out here: a run that trains on a cache decides that itself, by document number.
+
+Run a function over many tasks in spawned processes, which never outlive the command.
+
+`llmtrain data repack`: rewrite data files of any format as parquet with small row groups.
+
+Training reads a row group at a time, so small ones keep memory low and mix documents well. A
+compressed file of lines can only be read as a whole; a parquet file can be read in parts.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
+from llmtrain import system
 from llmtrain.config.binding import Change, bind, changes, data_settings, dump
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import (
@@ -37,18 +54,126 @@ from llmtrain.config.schema import (
 )
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import Manifest, Source
-from llmtrain.data.sources.local import distinct
+from llmtrain.data.repack import KINDS, Rewrite, finished_rows, made_of, rewrite
+from llmtrain.data.sources.local import bounded, distinct, file_format, is_local, list_files, locate
 from llmtrain.data.survey import check, survey
 from llmtrain.data.token_cache.file import dtype_code
 from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
-from llmtrain.tools.data.pool import Progress, each_left
 from llmtrain.training.start.prepare import load_manifest, write_data
+
+T = TypeVar("T")
+R = TypeVar("R")
+Progress = Callable[[int, int, int], None]  # tasks done, number of tasks, amount so far
+_AHEAD = 2  # tasks that are submitted for each process
+
+
+def each_left(
+    function: Callable[[T], R],
+    tasks: Sequence[T],
+    known: Sequence[R | None],
+    jobs: int,
+    amount: Callable[[R], int],
+    progress: Progress,
+) -> int:
+    """Run `each` over the tasks without a known result; return the amount of all results.
+
+    known: for each task its result from an earlier command, or None
+    jobs: processes
+    amount: the number that a result adds to the amount
+    progress: called before the first task and after each one
+    """
+    missing = [task for task, result in zip(tasks, known, strict=True) if result is None]
+    done = len(tasks) - len(missing)
+    total = sum(amount(result) for result in known if result is not None)
+    progress(done, len(tasks), total)
+    for result in each(function, missing, jobs):
+        done, total = done + 1, total + amount(result)
+        progress(done, len(tasks), total)
+    return total
+
+
+def each(function: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
+    """Yield the results as they are finished, in any order.
+
+    jobs: processes; with 1 the tasks run in this process
+
+    Raises what the function raises, and RunError if a process died; no further task is started
+    then. An interrupt of this process ends the others at once.
+    """
+    if jobs == 1 or len(tasks) < 2:
+        yield from map(function, tasks)
+        return
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(jobs, len(tasks)), multiprocessing.get_context("spawn"), _start, (os.getpid(),)
+    )
+    try:
+        left = iter(tasks)
+        running: set[Future[R]] = set()
+        while True:
+            with _interrupts_held():  # the first task starts the processes
+                for task in left:
+                    running.add(pool.submit(function, task))
+                    if len(running) >= _AHEAD * jobs:
+                        break
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    except BrokenProcessPool as error:
+        message = "a process of this command died (out of memory?)"
+        remedy = "give the same command again, perhaps with fewer --jobs: it continues"
+        raise RunError(message, RESTARTABLE, remedy) from error
+    except KeyboardInterrupt:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # a task may take minutes, and its output is not in place yet
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hide interrupts from processes that are started inside; this process gets them afterwards.
+
+    Before `_start` has run, an interrupt would end a new process with a traceback. New processes
+    inherit the blocked signal. The trap: ignoring the signal would be inherited too, but an
+    interrupt would then be lost for this process. The mask also holds for this thread only: if
+    another thread receives the signal, Python runs the handler in the main thread, which may be
+    starting a process. So the handlers only record the signal, and it is raised again at the end.
+    """
+    heard: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {
+        number: signal.signal(number, lambda number, _: heard.append(number))
+        for number in (numbers if main else ())
+        if callable(signal.getsignal(number))
+    }
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for one in heard:
+            signal.raise_signal(one)
+
+
+def _start(parent: int) -> None:
+    """Prepare a new process: ignore interrupts, which the command handles, and die with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    system.signal_on_death_of_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
 
 WORK = ".tokenize"
 PARTS = "parts"
@@ -238,3 +363,97 @@ def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object
     contents.write_atomically(path.with_suffix(".json"), text.encode())
     join(parts, path, code)
     shutil.rmtree(parts[0].parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Repacked:
+    """What is in DIR after the command.
+
+    files: in order of their names
+    rows: of all files together
+    """
+
+    files: tuple[str, ...]
+    rows: int
+    seconds: float
+
+
+def repack(
+    path: str, out: Path, group_mb: float, text_column: str, jobs: int, progress: Progress
+) -> Repacked:
+    """Rewrite each file of `path`, a directory, file or glob, to `out`; keep complete files there.
+
+    group_mb: MiB of decoded data in a row group
+    text_column: the column for the lines of text files
+    jobs: processes, each with one file at a time
+
+    Raises UserError for bad input and if `out` contains other files, RunError if the disk fails.
+    """
+    began = time.perf_counter()
+    tasks = _rewrites(path, out, int(group_mb * 2**20), text_column)
+    _refuse_others(out, [task.target for task in tasks])
+    known = [finished_rows(task) for task in tasks]
+    rows = each_left(rewrite, tasks, known, jobs, int, progress)
+    files = tuple(task.target.relative_to(out).as_posix() for task in tasks)
+    return Repacked(files, rows, time.perf_counter() - began)
+
+
+def _rewrites(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rewrite]:
+    root, files = _files(path)
+    if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
+        raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
+    if Path(path).is_dir() and _inside(out, root):
+        raise UserError(Problem("--out", out, f"a directory outside {path}"))
+    unknown = [file for file in files if file_format(file.name, KINDS) is None]
+    if unknown:
+        expected = ".parquet, .arrow, .jsonl, .json, .txt, .csv or .tsv; .gz or .zst after lines"
+        remedy = "move it away, or name the files with a glob"
+        raise UserError(
+            *bounded([Problem("PATH", str(file), expected, remedy) for file in unknown], "PATH")
+        )
+    make = partial(Rewrite, group_bytes=group_bytes, text_column=text_column)
+    tasks = [make(file, out / _target(file.relative_to(root))) for file in files]
+    _refuse_doubles(tasks)
+    return tasks
+
+
+def _files(path: str) -> tuple[Path, list[Path]]:
+    """Return the directory that the files' names are relative to, and the files."""
+    if not is_local(path):
+        expected = "a file, a directory or a glob on this machine"
+        remedy = f"of the Hub: hf download {path} --repo-type dataset --local-dir DIR, then DIR"
+        raise UserError(Problem("PATH", path, expected, remedy))
+    root = Path(locate(SourceConfig(path=path), "PATH"))
+    return root, sorted(list_files(path, root, "PATH"))
+
+
+def _target(name: Path) -> Path:
+    return name if name.suffix == ".parquet" else name.with_name(f"{name.name}.parquet")
+
+
+def _inside(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())
+
+
+def _refuse_doubles(tasks: Sequence[Rewrite]) -> None:
+    first: dict[Path, Path] = {}
+    for task in tasks:
+        other = first.setdefault(task.target, task.source)
+        if other != task.source:
+            expected = f"a name that does not lead to {task.target}, as {other} does"
+            raise UserError(Problem("PATH", str(task.source), expected, "rename one of the two"))
+
+
+def _refuse_others(out: Path, targets: Sequence[Path]) -> None:
+    """Raise UserError for files in `out` that this command did not write; delete partial ones."""
+    if out.exists() and not out.is_dir():
+        raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
+    ours, left_over = set(targets), set(out.rglob(".*.partial"))
+    found = [file for file in sorted(out.rglob("*")) if file.is_file() and file not in left_over]
+    others = [file for file in found if file not in ours or made_of(file) is None]
+    if others:
+        expected = "a directory with nothing but files that this command wrote from PATH"
+        problems = [Problem("--out", str(file), expected) for file in others]
+        raise UserError(*bounded(problems, "--out"))
+    for file in left_over:
+        file.unlink()

@@ -36,7 +36,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
-from llmtrain.tools.data.scratch import aside
+from llmtrain.tools.data.inspect import aside
 
 MAX_BLOCKS_TO_CHECK = 16_384  # replayed after the step, to reach one whose digest was logged
 _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")

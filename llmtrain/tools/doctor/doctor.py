@@ -15,10 +15,10 @@ from pathlib import Path
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools.doctor import base, machine, memory_plan, place, reduce, sources
-from llmtrain.tools.doctor import launch as doctor_launch
+from llmtrain.tools.doctor import machine, run
+from llmtrain.tools.doctor import machine as doctor_launch
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, ok
-from llmtrain.tools.doctor.launch import describe_launch
+from llmtrain.tools.doctor.machine import describe_launch
 from llmtrain.tools.launch.file import read_launch_file
 
 CONFIG = "config"
@@ -34,15 +34,15 @@ OF_MACHINE: dict[str, Callable[[Case], Verdict]] = {
     "environment": doctor_launch.environment,
     "accelerate": doctor_launch.default_file,
     "rendezvous": doctor_launch.rendezvous,
-    "clocks": place.clocks,
+    "clocks": run.clocks,
 }
 OF_CONFIG: dict[str, Callable[[Case], Verdict]] = {
-    "directory": place.directory,
-    "base": base.base,
-    "model": sources.model,
-    "plan": memory_plan.plan,
-    "disk": sources.disk,
-    "data": sources.data,
+    "directory": run.directory,
+    "base": run.base,
+    "model": run.model,
+    "plan": run.plan,
+    "disk": run.disk,
+    "data": run.data,
 }
 ALL_REDUCE = "all-reduce"
 NAMES = (CONFIG, LAUNCH, *OF_MACHINE, *OF_CONFIG, ALL_REDUCE)
@@ -100,7 +100,7 @@ def _checks(
         launch = None if isinstance(file, Verdict) else file
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     case = Case(config, launch, env, wall, steady)
-    looks = OF_MACHINE | (OF_CONFIG if config else {}) | {ALL_REDUCE: reduce.all_reduce}
+    looks = OF_MACHINE | (OF_CONFIG if config else {}) | {ALL_REDUCE: machine.all_reduce}
     for name, look in looks.items():
         if name not in skip:
             told(name)

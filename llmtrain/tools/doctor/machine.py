@@ -2,35 +2,63 @@
 
 Things are tried where that is possible: every device multiplies two matrices, and the compiler
 compiles a file.
+
+Check whether the processes of a run would find each other.
+
+That depends on the environment, accelerate's files and the addresses in them.
+
+Measure the bandwidth of an all-reduce between two real processes of this machine.
+
+    doctor ── TCPStore ──┬── rank 0   python -m llmtrain.tools.doctor.reduce 0 PORT BACKEND
+                         └── rank 1   …                                      1 PORT BACKEND
+
+The processes are killed after a time limit, so that a collective that would hang a run gives an
+error line here. They exit by `os._exit`, as gloo's threads may outlive the interpreter.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
+import ipaddress
 import os
 import platform
 import re
 import resource
 import shutil
+import socket
+import statistics
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain import processes
-from llmtrain.checkpoint.disk_space import size
-from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED, family
+from llmtrain import system
+from llmtrain.checkpoint.files import size
+from llmtrain.distributed.launch.environment import (
+    INSTALL_DEEPSPEED,
+    awaited,
+    check_environment,
+    family,
+    launcher_problems,
+    launcher_variables,
+    world_size,
+)
+from llmtrain.distributed.launch.named import example
 from llmtrain.metrics.trackers import check_installed
-from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, warning
+from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, refusal, warning
+from llmtrain.tools.launch.file import LaunchFile
 from llmtrain.tools.launch.launch import has_gpu
 
 if TYPE_CHECKING:
     import torch
+
 
 _ROWS = 4096  # of the matrices that a GPU multiplies
 _LEAST_MEMORY = 2 << 30
@@ -57,7 +85,7 @@ def devices(case: Case) -> Verdict:
     """Check the GPUs and their memory, or the CPU, by a matrix product in fp32 and in bf16."""
     import torch
 
-    from llmtrain.distributed.engines.products import cpu_rates
+    from llmtrain.distributed.engines.accelerator import cpu_rates
 
     if count := gpus(case):
         looked = [attempt(functools.partial(_gpu, index)) for index in range(count)]
@@ -88,7 +116,7 @@ def _threads(case: Case) -> str:
     here = max(1, case.processes // case.machines)
     env = dict(case.env) | {"LOCAL_WORLD_SIZE": str(here)}
     asked = case.config.training.threads if case.config else "auto"
-    threads, usable = processes.decide_threads(asked, None, env), processes.cores()
+    threads, usable = system.decide_threads(asked, None, env), system.cores()
     plural = "s" if threads.count > 1 else ""
     why = "" if usable.why in threads.why and here == 1 else f" ({threads.why})"
     return f"{usable.why}; {threads.count} thread{plural} a process{why}"
@@ -307,3 +335,232 @@ def extensions(case: Case) -> Verdict:
     found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
     return (error if _builds(case) else warning)(found, remedy)
+
+
+_REACH_SECONDS = 5.0
+_HELLO = b"hello"
+
+
+def environment(case: Case) -> Verdict:
+    """Check for variables that a launcher left behind, or that contradict the config."""
+    if "LOCAL_RANK" in case.env and (size := world_size(case.env)) > 1:
+        found = (
+            f"RANK = {case.env.get('RANK')}, WORLD_SIZE = {size}: a launcher started this, or left "
+            f"its variables behind, and llmtrain train would wait for {awaited(case.env)}"
+        )
+        names = " ".join(launcher_variables(case.env))
+        return error(found, f"unset {names}; under a launcher: start llmtrain doctor by itself")
+    if "LOCAL_RANK" in case.env:
+        found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
+        return warning(found, "start llmtrain doctor by itself, once on each machine")
+    if case.config is None or case.launch is not None:
+        problems = launcher_problems(case.env)
+        return refusal(problems) if problems else ok("no traces of a launcher")
+    check_environment(case.env, case.config.distributed, case.config.training)
+    return ok("nothing that contradicts the config, no traces of a launcher")
+
+
+def default_file(case: Case) -> Verdict:
+    """Check for the config file that accelerate uses when none is named."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(default_config_file)
+    if not path.is_file():
+        return ok("no default config of accelerate")
+    if case.launch is not None:
+        return ok(f"{path} is there; {case.launch.path} is named and takes its place")
+    found = f"accelerate launch without --config_file takes {path}, which nobody named"
+    return warning(found, f"name one: --config_file FILE, such as {example('ddp')}")
+
+
+def describe_launch(file: LaunchFile) -> Verdict:
+    """Return in words what a valid file of accelerate starts."""
+    machines = f"on {file.machines} machines" if file.machines > 1 else "on this machine"
+    count = f"{file.processes} process{'es' * (file.processes > 1)}"
+    return ok(f"{file.path}: {count} {machines}, {file.values.get('distributed_type', 'NO')}")
+
+
+def rendezvous(case: Case) -> Verdict:
+    """Check whether ranks can meet: on a free port here, and at the launch file's address."""
+    return join([_free_port(), *_own_name(case), *_named_address(case)])
+
+
+def _free_port() -> Verdict:
+    """Bind a free port of this machine and send some bytes through it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(_REACH_SECONDS)
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), _REACH_SECONDS) as client:
+            client.sendall(_HELLO)
+            heard, _ = server.accept()
+            with heard:
+                heard.settimeout(_REACH_SECONDS)
+                if heard.recv(len(_HELLO)) != _HELLO:
+                    found = f"port {port} of 127.0.0.1 does not say what was sent"
+                    return error(found, "look for a proxy or firewall on the loopback device")
+    return ok(f"port {port} of 127.0.0.1 is free and answers")
+
+
+def _own_name(case: Case) -> Iterator[Verdict]:
+    """Warn if other machines cannot reach this one by its name, which accelerate gives to them."""
+    if case.machines == 1:
+        return
+    name = socket.gethostname()
+    addresses = _addresses(name)
+    if not addresses or all(ipaddress.ip_address(one).is_loopback for one in addresses):
+        meaning = ", ".join(addresses) or "nothing"
+        found = f"this machine's name {name} means {meaning}, which no other machine can reach"
+        remedy = f"launch by llmtrain train --accelerate FILE, or let {name} mean its address"
+        yield warning(found, f"{remedy} (DNS or /etc/hosts)")
+
+
+def _named_address(case: Case) -> Iterator[Verdict]:
+    values = case.launch.values if case.launch else {}
+    name, port = values.get("main_process_ip"), values.get("main_process_port")
+    if name is None and not isinstance(port, int):
+        return
+    host = str(name) if name is not None else "127.0.0.1"
+    addresses = _addresses(host)
+    if not addresses:
+        yield error(f"main_process_ip {host} is no address", "the first machine's name or address")
+    elif case.machines > 1 and ipaddress.ip_address(addresses[0]).is_loopback:
+        found = f"main_process_ip {host} ({addresses[0]}) is every machine's own loopback"
+        yield error(found, "the address of the first machine that the others reach it by")
+    elif isinstance(port, int):
+        yield _port(host, addresses[0], port, case)
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+def _port(host: str, address: str, port: int, case: Case) -> Verdict:
+    """Bind the port if the address is this machine's; else try to connect to it."""
+    place = f"{host}:{port}"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if port == 0:
+        return ok(f"{host}: any free port")
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((address, port))
+        except OSError as failed:
+            if failed.errno == errno.EADDRNOTAVAIL:
+                return _knock(place, address, port, case)
+            found = f"{place} cannot be bound: {failed.strerror}"
+            return error(found, "main_process_port: another one, or end what listens there")
+    return ok(f"{place} is this machine's, and free")
+
+
+def _knock(place: str, address: str, port: int, case: Case) -> Verdict:
+    """Connect to a port of another machine: it must answer, but nothing needs to listen yet."""
+    rank = case.launch.values.get("machine_rank") if case.launch else None
+    if case.machines == 1 or (rank == 0 and case.launch and case.launch.rendezvous == "static"):
+        found = f"{place} is not an address of this machine, where rank 0 would listen"
+        return error(found, "main_process_ip: an address of this machine")
+    try:
+        socket.create_connection((address, port), _REACH_SECONDS).close()
+    except ConnectionRefusedError:
+        return ok(f"{place} is reached; nobody listens there yet")
+    except OSError as failed:
+        found = f"{place} does not answer ({failed.strerror or failed})"
+        return error(found, "see that the machine is up, and open the port in its firewall")
+    return ok(f"{place} is reached, and somebody listens there")
+
+
+RANKS = 2
+BYTES = 64 << 20
+_REPEATS = 5
+_ANSWER = "seconds:"
+ALLOWED_SECONDS = 180.0  # with the import of torch on a busy machine
+
+
+def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
+    """Sum 64 MiB over two processes; with NCCL if there are two GPUs, else with gloo."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+    backend = "nccl" if gpus(case) >= RANKS else "gloo"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "llmtrain.tools.doctor.machine"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(store.port), backend, str(allowed_seconds)],
+            env=_environment(case),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        return _verdict(ranks, backend, allowed_seconds)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def _environment(case: Case) -> dict[str, str]:
+    """Return the environment without a launcher's variables, which torch would use."""
+    mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in case.env.items() if name not in mine}
+
+
+def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: float) -> Verdict:
+    until = time.monotonic() + allowed_seconds
+    remedy = (
+        "look for a firewall on loopback, a wrong GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
+        "NCCL_DEBUG=INFO tells more of GPUs"
+    )
+    said = []
+    for number, rank in enumerate(ranks):
+        try:
+            out, err = rank.communicate(timeout=max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            found = f"{RANKS} processes ({backend}) did not finish in {allowed_seconds:g} s"
+            return error(found, remedy)
+        said.append(out)
+        if _ANSWER not in out:
+            last = (err.strip().splitlines() or ["no word"])[-1]
+            return error(f"rank {number} of {RANKS} ({backend}) failed: {last}", remedy)
+    seconds = max(float(out.rpartition(_ANSWER)[2]) for out in said)
+    rate = BYTES / 1e6 / seconds
+    return ok(f"{RANKS} processes of this machine ({backend}) sum {rate:,.0f} MB/s")
+
+
+def main() -> None:
+    """Sum as one of the two processes, print the median time of a sum in seconds, and exit.
+
+    Raises RuntimeError for a wrong sum.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+    number, port, backend, allowed_seconds = sys.argv[1:]
+    timeout, rank = timedelta(seconds=float(allowed_seconds)), int(number)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    vector = torch.full((BYTES // 4,), float(rank + 1), device=device)
+    dist.all_reduce(vector)
+    expected = sum(range(1, RANKS + 1))
+    if vector[0].item() != expected or vector[-1].item() != expected:
+        raise RuntimeError(f"the sum is {vector[0].item():g}, not {expected}")
+    took = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        dist.all_reduce(vector)
+        vector[0].item()  # waits for the device
+        took.append(time.perf_counter() - start)
+    sys.stdout.write(f"{_ANSWER}{statistics.median(took)}\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

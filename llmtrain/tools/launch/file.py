@@ -2,21 +2,120 @@
 
 A launched process cannot see most mistakes of such a file: it only finds itself alone, or waits in
 a rendezvous that no other process joins. So the file is checked before anything is started.
+
+The sections of accelerate's file that name a strategy, and the variables set for them.
+
+accelerate ignores unknown keys, and a whole section that does not belong to `distributed_type`.
+Somebody meant something by them, so both are refused here.
+
+Write the accelerate file of a plan, like that in `accelerate_configs/` for the same strategy.
+
+Those files are examples to copy. A file written here has the same keys, which a test compares, and
+the numbers of one plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from llmtrain.config.schema import Config
-from llmtrain.config.yaml12 import parse
-from llmtrain.distributed.launch.environment import contradictions
-from llmtrain.distributed.launch.keys import example
-from llmtrain.distributed.launch.named import unsupported_problems
+from llmtrain.config.yaml12 import parse, write
+from llmtrain.distributed.launch.environment import contradictions, family
+from llmtrain.distributed.launch.named import SECTIONS, STRATEGIES, example, unsupported_problems
+from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.tools.launch.sections import check_sections, variables_of
+from llmtrain.rundir.contents import write_output
+
+_FSDP1 = (
+    "fsdp_forward_prefetch",
+    "fsdp_backward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+    "fsdp_sharding_strategy",
+)
+
+
+def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]:
+    """Return the relevant variables that accelerate sets in the environment of a rank.
+
+    It writes booleans in lower case, and leaves out nulls.
+
+    values: of the file
+    processes: on all machines together
+    """
+    machines = values.get("num_machines", 1)
+    on_a_node = processes // machines if isinstance(machines, int) and machines > 0 else processes
+    env = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(on_a_node),
+        "ACCELERATE_MIXED_PRECISION": str(values.get("mixed_precision", "no")),
+    }
+    for name, section in SECTIONS.items():
+        found = _section(values, name)
+        if found if section.kind is None else values.get("distributed_type") == section.kind:
+            env[section.switch] = "true"
+            for key, value in found.items():
+                if value is not None and (variable := section.variables.get(key)):
+                    env[variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    if compiler := _section(values, "dynamo_config").get("dynamo_backend"):
+        env["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
+    return env
+
+
+def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem for what accelerate would ignore in a section, or use only for FSDP1."""
+    for name, section in SECTIONS.items():
+        found, kind = _section(values, name), section.kind
+        if found and kind not in (None, values.get("distributed_type")):
+            expected = f"no such section: accelerate reads it for distributed_type {kind} alone"
+            yield Problem(name, None, expected, f"distributed_type: {kind}, or remove it")
+        else:
+            yield from _unknown(name, found, section.variables)
+    yield from _multinode(values)
+
+
+def _multinode(values: Mapping[str, object]) -> Iterator[Problem]:
+    machines = values.get("num_machines", 1)
+    if values.get("distributed_type") != "DEEPSPEED" or machines == 1:
+        return
+    launcher = _section(values, "deepspeed_config").get("deepspeed_multinode_launcher", "pdsh")
+    if launcher != "standard":
+        expected = (
+            "standard: the same command on every machine. pdsh (accelerate's default) starts all "
+            "machines from one and writes the environment to ~/.deepspeed_env"
+        )
+        yield Problem("deepspeed_multinode_launcher", launcher, expected)
+
+
+def _unknown(
+    section: str, found: Mapping[str, object], keys: Mapping[str, str | None]
+) -> Iterator[Problem]:
+    for key, value in found.items():
+        if key in _FSDP1:
+            expected = "no such key with fsdp_version 2: it belongs to FSDP1"
+            yield Problem(key, value, expected, f"remove it from {section}")
+        elif key not in keys:
+            near = [name for name in keys if name.endswith(f"_{key}")]
+            near = near or difflib.get_close_matches(key, keys, n=1)
+            expected = f"a key of {section} that accelerate knows; it would pass over this one"
+            remedy = f"did you mean {near[0]}?" if near else "remove it"
+            yield Problem(f"{section}.{key}", value, expected, remedy)
+
+
+def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return a section with full keys: in fsdp_config the prefix `fsdp_` may be left out."""
+    found = values.get(name)
+    if not isinstance(found, dict):
+        return {}
+    section = {str(key): value for key, value in cast(dict[object, object], found).items()}
+    if name != "fsdp_config":
+        return section
+    return {k if k.startswith("fsdp") else f"fsdp_{k}": value for k, value in section.items()}
+
 
 _KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _SUPPORTED = (
@@ -146,3 +245,79 @@ def _rendezvous(values: Mapping[str, object], machines: int) -> list[Problem]:
     expected = f"0 … {machines - 1}, another one on each machine (without it each is machine 0)"
     remedy = "or rdzv_backend: c10d and same_network: false, which need none"
     return [Problem("machine_rank", rank, expected, remedy)]
+
+
+_ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_configs/
+
+
+def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
+    """Return the values for `accelerate launch`. precision: bf16 or fp32."""
+    engine = family(strategy)
+    alone = hardware.devices == 1 and engine == "ddp"
+    kind = {"ddp": "NO" if alone else "MULTI_GPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind[engine],
+        "use_cpu": hardware.cpu,
+        "num_machines": hardware.nodes,
+        "num_processes": hardware.devices,
+        "mixed_precision": "no" if precision == "fp32" else precision,
+        "main_training_function": "main",
+    }
+    values |= _machine_keys(hardware, alone=alone)
+    if engine == "fsdp":
+        values["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            **STRATEGIES["fsdp"][strategy],
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_activation_checkpointing": False,
+        }
+    if engine == "zero":
+        several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
+        values["deepspeed_config"] = several | {
+            **STRATEGIES["zero"][strategy],
+            "zero3_init_flag": False,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
+    if strategy == "hsdp":
+        values["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": hardware.nodes,
+            "parallelism_config_dp_shard_size": hardware.devices_per_node,
+        }
+    return values
+
+
+def write_launch_file(path: Path, values: dict[str, Any]) -> bool:
+    """Write the file; return whether it replaced another one. Raises UserError if it cannot be."""
+    several = values["num_machines"] > 1
+    head = (_SEVERAL if several else _ONE).format(path=path)
+    return write_output("--write", path, (head + write(values)).encode())
+
+
+_ONE = """\
+# Written by `llmtrain plan`.
+#
+#   accelerate launch --config_file {path} -m llmtrain train CONFIG
+"""
+_SEVERAL = """\
+# Written by `llmtrain plan`. Put in the address of the first machine; the same command on each.
+#
+#   accelerate launch --config_file {path} --rdzv_backend c10d \\
+#       -m llmtrain train CONFIG
+#
+# The option is there because accelerate 1.15 does not apply `rdzv_backend` of this file.
+"""
+
+
+def _machine_keys(hardware: Hardware, *, alone: bool) -> dict[str, Any]:
+    """Return the values by which processes find each other."""
+    gpus = {} if hardware.cpu or alone else {"gpu_ids": "all"}
+    if hardware.nodes > 1:
+        meeting = {"main_process_ip": _ADDRESS, "main_process_port": 29500}
+        return gpus | meeting | {"rdzv_backend": "c10d", "same_network": False}
+    port = {} if hardware.cpu or alone else {"main_process_port": 0}
+    return {"machine_rank": 0} | gpus | port

@@ -5,13 +5,27 @@ for which all ranks saved a complete checkpoint. So rank 0 writes its code to a 
 the mark (`last_words.py`). If rank 0 died without one, `status.json` is read.
 
     this process ── accelerate launch (its own session) ── rank 0, rank 1, …
+
+Report the end of a run to the process that launched it, by a file with a code and a message.
+
+The launcher between them has exit code 1 for every failure, and would print its own tracebacks
+after our message. So rank 0 writes code and message to the file named by LLMTRAIN_LAUNCHED.
+
+Find the addresses by which the machines of a run meet, which torch's launcher would guess.
+
+Torch's launcher asks the name service whether this machine is the one where all meet, and by which
+address others reach it. On a machine with two networks, or whose name means 127.0.1.1, both answers
+are wrong: no machine opens the rendezvous, or each connects to itself. The routing table gives the
+right answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +39,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from llmtrain import processes
+from llmtrain import system
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import write
@@ -35,18 +49,97 @@ from llmtrain.distributed.launch.environment import (
     family,
     launcher_problems,
 )
-from llmtrain.distributed.launch.keys import example
-from llmtrain.distributed.launch.named import unsupported_problems, with_variables
+from llmtrain.distributed.launch.named import example, unsupported_problems, with_variables
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError, raise_any
 from llmtrain.rundir.contents import LOGS, STATUS
 from llmtrain.rundir.status import read_status
-from llmtrain.tools.launch.addresses import meeting
-from llmtrain.tools.launch.file import LaunchFile, read_launch_file
-from llmtrain.tools.launch.last_words import found
-from llmtrain.tools.plan_file import launch_values
-from llmtrain.training.start.trials.preflight import rules_of_a_launch
-from llmtrain.training.stop.signals import LAUNCHED
+from llmtrain.system import start_time
+from llmtrain.tools.launch.file import LaunchFile, launch_values, read_launch_file
+from llmtrain.training.start.claim import rules_of_a_launch
+from llmtrain.training.stop import LAUNCHED
+
+
+def leave_words(env: Mapping[str, str], exit_code: int, message: str) -> bool:
+    """Write the file, if this is rank 0 and LLMTRAIN_LAUNCHED is set; return whether it worked."""
+    path = Path(env.get(LAUNCHED, ""))
+    if not path.is_absolute() or env.get("RANK", "0") != "0":
+        return False
+    try:
+        system.write_durably(path, json.dumps([exit_code, message]).encode())
+    except OSError:
+        return False  # the caller prints the message, and the launcher reads status.json
+    return True
+
+
+def words_left(path: Path) -> tuple[int, str] | None:
+    """Return the code and message of rank 0; None if it ended without writing them."""
+    if not path.exists():
+        return None
+    exit_code, message = json.loads(path.read_text(encoding="utf-8"))
+    return int(exit_code), str(message)
+
+
+_AFTER = """
+import os, sys, time
+launcher, began, text = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+from llmtrain.system import is_alive, start_time
+end = time.monotonic() + 60
+while is_alive(launcher) and start_time(launcher) == began and time.monotonic() < end:
+    time.sleep(0.05)
+os.write(2, os.fsencode(text) + b"\\n")
+"""
+
+
+def repeat_after_launcher(env: Mapping[str, str], message: str) -> None:
+    """Print a message again below what torch's launcher prints when its ranks have failed.
+
+    A launcher that a person has started himself cannot be asked to be silent. So a process of its
+    own waits for its end, for at most a minute. env: that of rank 0
+    """
+    began = start_time(os.getppid())
+    if "TORCHELASTIC_RUN_ID" not in env or env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    if began is not None:
+        words = [sys.executable, "-c", _AFTER, str(os.getppid()), began, message]
+        subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
+    """Return the settings for machines to meet at the machine whose address is `first`.
+
+    The settings are options for `accelerate launch`, and variables for it and its ranks.
+
+    backend: c10d or static
+
+    Raises UserError if this machine has no route to that address.
+    """
+    # accelerate 1.15 ignores `rdzv_backend` in its file and uses its default, static.
+    options = ["--rdzv_backend", backend]
+    if backend != "c10d":
+        return options, {}
+    own, theirs = _addresses(first)
+    here = own == theirs
+    return [*options, "--rdzv_conf", f"is_host={int(here)}"], {
+        "PET_LOCAL_ADDR": first if here else own,
+        # torch 2.13 keeps the addresses of ranks for the next attempt of --max_restarts, and
+        # some ranks then connect to dead ones.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def _addresses(first: str) -> tuple[str, str]:
+    """Return this machine's address on the route to `first`, and the address of `first`."""
+    try:
+        found = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: it asks the routing table
+            return str(probe.getsockname()[0]), str(address[0])
+    except OSError as error:
+        expected = f"an address that this machine can reach ({error.strerror or error})"
+        raise UserError(Problem("main_process_ip", first, expected)) from error
+
 
 _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
 
@@ -201,7 +294,7 @@ def run_launcher(
         forward.tell()
         launcher = forward.child.wait()
         _wait_for_ranks(mark, others)
-    left, asked_to_stop = found(mark), forward.asked is not None
+    left, asked_to_stop = words_left(mark), forward.asked is not None
     if left is not None:
         return Ended(*left, asked_to_stop)
     changed = identity(run_dir) != before
@@ -258,20 +351,20 @@ def passing_signals_on(*, to_group: bool = False) -> Iterator[Forward]:
     """
     forward = Forward(to_group=to_group)
     main = threading.current_thread() is threading.main_thread()
-    numbers = processes.stop_signals() if main else ()
+    numbers = system.stop_signals() if main else ()
     old = {number: signal.signal(number, forward) for number in numbers}
-    processes.adopt_orphans(True)  # ranks of a launcher that was killed become our children
+    system.adopt_orphans(True)  # ranks of a launcher that was killed become our children
     try:
         yield forward
     finally:
-        processes.adopt_orphans(False)
+        system.adopt_orphans(False)
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
 def follow_parent() -> None:
     """Make this new process receive SIGTERM if its parent is killed; runs before the launcher."""
-    processes.signal_on_death_of_parent(signal.SIGTERM)
+    system.signal_on_death_of_parent(signal.SIGTERM)
 
 
 def _wait_for_ranks(mark: Path, others: set[int]) -> None:

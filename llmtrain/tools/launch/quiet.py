@@ -20,8 +20,8 @@ from subprocess import CalledProcessError
 
 from llmtrain.config import secrets
 from llmtrain.rundir import contents
-from llmtrain.tools.launch import last_words
-from llmtrain.training.stop.signals import LAUNCHED
+from llmtrain.tools.launch.launch import words_left
+from llmtrain.training.stop import LAUNCHED
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ class _Log(logging.Handler):
     def end(self, env: Mapping[str, str]) -> None:
         """Write what was kept to stderr, unless rank 0 has left a message for the caller."""
         mark = env.get(LAUNCHED)
-        if mark is None or last_words.found(Path(mark)) is None:
+        if mark is None or words_left(Path(mark)) is None:
             self._write()
 
     def _write(self) -> None:

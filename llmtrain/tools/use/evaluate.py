@@ -5,24 +5,297 @@ Two figures, which differ:
     held-out set of a run     blocks, as the run scores them: its `eval` line again    packed.py
                               with any model, as if the run began with it              as_run.py
     any documents             each alone behind a begin token: lm-eval's figure        rolling.py
+
+Score documents one by one, as lm-eval's tasks of output type `loglikelihood_rolling` do.
+
+Each document stands alone behind the begin token (without one, the end-of-text token), so that its
+first token is scored too. A document longer than the model's positions is scored in windows:
+
+    window 4, stride 4     [b 1 2 3] → 1 2 3 4     [4 5 6 7] → 5 6 7 8     [6 7 8 9] → 10
+    window 4, stride 2     [b 1 2 3] → 1 2 3 4     [2 3 4 5] → 5 6         [4 5 6 7] → 7 8 …
+
+A smaller stride gives more context to each token and costs more time. Every token counts once.
+
+Benchmark tasks, by lm-eval, of its own collection or described in a file.
+
+The trap: lm-eval lets a tokenizer add its begin token to a text that it has put a begin token in
+front of already, and scores the second one. So it is told to let the tokenizer add none.
+
+The documents that `--data` names, as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import importlib.util
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.config.binding import data_settings
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.data import heldout
+from llmtrain.data.documents.reader import reading_of
+from llmtrain.data.manifest import Source
+from llmtrain.data.survey import evaluation_sources, survey
+from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.model import attention
+from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
-from llmtrain.tools.use import documents, packed, rolling
-from llmtrain.tools.use import tasks as benchmarks
-from llmtrain.tools.use.as_run import OPTION, find_base, seen_by
-from llmtrain.tools.use.load import open_model
+from llmtrain.tools.use import packed
+from llmtrain.tools.use.load import Opened, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, Told
-from llmtrain.tools.use.target import KEY, Target, find
-from llmtrain.types import Evaluation
+from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
+from llmtrain.training.evaluate import figures
+from llmtrain.types import NOT_TRAINED, Evaluation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Window = tuple[list[int], int]  # ids of inputs and the last target; number of targets to score
+
+_LOGITS_BYTES = 256 << 20  # of a batch; a single window may have more
+
+
+def score_rolling(
+    opened: Opened, texts: Iterable[str], stride: int | None, told: Told
+) -> Evaluation:
+    """Score each text alone. bits_per_byte: over the UTF-8 bytes of the texts.
+
+    stride: tokens that a window after the first scores; None = as many as the model has positions
+
+    Raises UserError for a stride that is larger than that, and if no token can be scored.
+    """
+    import torch
+
+    size = opened.positions
+    if stride is not None and not 1 <= stride <= size:
+        expected = f"1 to {size}, the model's positions"
+        raise UserError(Problem("--stride", stride, expected))
+    start = time.perf_counter()
+    nll = torch.zeros((), dtype=torch.float64, device=opened.device)
+    documents = num_bytes = tokens = 0
+
+    def count_windows() -> Iterator[Window]:
+        nonlocal documents, num_bytes, tokens
+        for text in texts:
+            told(documents, 0)
+            ids = opened.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            documents, tokens = documents + 1, tokens + len(ids)
+            num_bytes += len(text.encode())
+            yield from windows(ids, opened.begin, size, stride or size)
+
+    attention.rope_by_document(opened.model)
+    by_length = attention.rope_change(opened.model) is not None
+    module, vocabulary = LossModule(opened.model), opened.model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        for batch in _batches(count_windows(), max(1, _LOGITS_BYTES // (4 * vocabulary))):
+            inputs, targets, positions = (one.to(opened.device) for one in _tensors(batch))
+            nll += module(inputs, targets, position_ids=positions if by_length else None)
+    if not tokens:
+        raise UserError(Problem("--data", None, "at least one document that is not empty"))
+    found = figures((float(nll), tokens), documents, num_bytes)
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def windows(ids: Sequence[int], begin: int, size: int, stride: int) -> Iterator[Window]:
+    """Yield windows of up to `size` inputs in which every id is scored once.
+
+    begin: the id in front of them
+    """
+    line = [begin, *ids]
+    done = 0
+    while done < len(ids):
+        count = min(stride if done else size, len(ids) - done)
+        done += count
+        yield line[max(0, done - size) : done + 1], count
+
+
+def _batches(found: Iterable[Window], limit: int) -> Iterator[list[Window]]:
+    """Group consecutive windows so that a batch has at most `limit` positions, padding included."""
+    batch: list[Window] = []
+    longest = 0
+    for window in found:
+        longest = max(longest, len(window[0]) - 1)
+        if batch and longest * (len(batch) + 1) > limit:
+            yield batch
+            batch, longest = [], len(window[0]) - 1
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _tensors(batch: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, targets and positions, (B, T) int64.
+
+    Padding is on the right, where causal attention does not see it. It has no target, and position
+    0, so that it makes no window longer.
+    """
+    import torch
+
+    longest = max(len(line) for line, _ in batch) - 1
+    inputs = torch.zeros((len(batch), longest), dtype=torch.int64)
+    targets, positions = torch.full_like(inputs, NOT_TRAINED), torch.zeros_like(inputs)
+    for row, (line, count) in enumerate(batch):
+        end = len(line) - 1
+        inputs[row, :end] = torch.tensor(line[:-1])
+        targets[row, end - count : end] = torch.tensor(line[-count:])
+        positions[row, :end] = torch.arange(end)
+    return inputs, targets, positions
+
+
+TASKS_KEY = "--tasks"
+_SPLITS = ("test_split", "validation_split", "training_split", "fewshot_split")
+_FILE = (".yaml", ".yml")
+_BATCH_SIZE = 8
+
+
+def check_tasks(names: Sequence[str]) -> None:
+    """Raise UserError if lm-eval is missing or a task file cannot work. It is fast."""
+    if names and importlib.util.find_spec("lm_eval") is None:
+        expected, remedy = "an installed lm-eval", "pip install 'llmtrain[eval]'"
+        raise UserError(Problem(TASKS_KEY, ", ".join(names), expected, remedy))
+    raise_any(problem for name in names if name.endswith(_FILE) for problem in _problems(name))
+
+
+def run_tasks(opened: Opened, names: Sequence[str], *, chat: bool) -> dict[str, dict[str, Any]]:
+    """Return task → metric → value.
+
+    names: lm-eval's names of tasks or groups, or YAML files with a task
+    chat: whether the tasks' texts go through the model's chat template
+
+    Raises UserError for a task that does not exist, or whose data cannot be read, and with `chat`
+    for a model without a chat template.
+    """
+    if chat and not opened.tokenizer.chat_template:
+        expected = "a model whose tokenizer has a chat template"
+        raise UserError(Problem("--chat", opened.target.given, expected, "leave --chat out"))
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    files = [Path(name) for name in names if name.endswith(_FILE)]
+    asked = [_task_of(name) if name.endswith(_FILE) else name for name in names]
+    manager = TaskManager(
+        include_path=sorted({str(file.parent) for file in files}),
+        include_defaults=len(files) < len(names),  # reading all of them takes seconds
+    )
+    if unknown := [name for name in asked if name not in manager.all_tasks]:
+        raise UserError(Problem(TASKS_KEY, ", ".join(unknown), "tasks of lm-eval, or YAML files"))
+    logging.getLogger(HFLM.__module__).setLevel(logging.ERROR)  # it warns of any loaded model
+    model = HFLM(
+        pretrained=opened.model,
+        tokenizer=opened.tokenizer,
+        backend="causal",
+        add_bos_token=False,
+        batch_size=_BATCH_SIZE,
+    )
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=asked,
+            task_manager=manager,
+            apply_chat_template=chat,
+            log_samples=False,
+        )
+    except OSError as error:  # also of the network
+        expected = f"tasks whose data can be read: {first_line(error)}"
+        raise UserError(Problem(TASKS_KEY, ", ".join(names), expected)) from error
+    return {name: _numbers(values) for name, values in found["results"].items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a task; lm-eval names them with their filter, `acc,none`."""
+    return {
+        key.removesuffix(",none"): value
+        for key, value in values.items()
+        if isinstance(value, int | float)
+    }
+
+
+def _problems(name: str) -> Iterator[Problem]:
+    """Yield what makes lm-eval fail on a task file, with a better message than its own."""
+    settings = _settings(name)
+    if not settings.get("task") and not settings.get("group"):
+        yield Problem(TASKS_KEY, name, "a YAML file with a task (`task: NAME`)")
+    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    asked = [str(settings[key]) for key in _SPLITS if settings.get(key)]
+    if files is None:
+        return
+    split = asked[0] if asked else "test"
+    expected = f"a mapping that has each split of the task ({', '.join(asked) or 'none is named'})"
+    if not isinstance(files, dict) or not {*asked} <= files.keys():
+        remedy = f"data_files: {{{split}: FILE}} and test_split: {split}"
+        yield Problem(f"{name}: dataset_kwargs.data_files", files, expected, remedy)
+
+
+def _task_of(name: str) -> str:
+    settings = _settings(name)
+    return str(settings.get("group") or settings.get("task"))
+
+
+def _settings(name: str) -> dict[str, Any]:
+    """Read a task file; lm-eval's own tags (`!function`) count as strings."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads plain values alone."""
+
+    Loader.add_multi_constructor("!", lambda loader, suffix, node: str(node.value))
+    try:
+        with Path(name).open(encoding="utf-8") as file:
+            found = Loader(file).get_single_data()
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        expected = f"a YAML file with a task ({first_line(error)})"
+        raise UserError(Problem(TASKS_KEY, name, expected)) from error
+    return found if isinstance(found, dict) else {}
+
+
+DATA_KEY = "--data"
+_CONFIG = (".yaml", ".yml")
+
+
+def documents_of(given: str) -> Iterator[str]:
+    """Yield the documents of files or a data set, or those that a config holds out.
+
+    given: what `data.sources.path` may be; or a config, whose evaluation.sources or held-out
+        documents are meant, at most its evaluation.max_documents
+
+    Raises UserError for what cannot be read, for conversations, and for a token cache, which has
+    no text.
+    """
+    if given.endswith(_CONFIG):
+        config = load_config(given)
+        limit: int | None = config.evaluation.max_documents
+    else:
+        one = {"path": given}
+        described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
+        config, limit = Config.model_validate({**described, "training": {"steps": 1}}), None
+    settings = data_settings(config)
+    reading = reading_of(settings, None)
+    try:
+        sources: Sequence[Source] = evaluation_sources(settings, reading)
+        sources = sources or survey(settings, 1).sources
+    except UserError as error:
+        key = "evaluation.sources.0.path"
+        problems = (replace(p, key=DATA_KEY if p.key == key else p.key) for p in error.problems)
+        raise UserError(*problems, where=error.where) from error
+    for source in sources:
+        if source.cached:
+            raise UserError(Problem(DATA_KEY, source.path, "documents of text, not a token cache"))
+        if source.form is not None:
+            remedy = (
+                "--data RUN scores the held-out conversations of a run that has some, also with "
+                "other models of its tokenizer"
+            )
+            expected = "documents of text, not conversations"
+            raise UserError(Problem(DATA_KEY, source.path, expected, remedy))
+    return islice(heldout.texts(sources, settings.seed, reading), limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +361,8 @@ def evaluate(
         expected = f"left out: {OPTION} scores the held-out set of that run"
         raise_any(Problem(key, value, expected) for key, value in other.items() if value)
         return _evaluate_as(str(model_or_run), Path(as_run), told)
-    target = find(str(model_or_run))
-    benchmarks.check(tasks)
+    target = find_target(str(model_or_run))
+    check_tasks(tasks)
     if chat and not tasks:
         expected = "false here: it gives tasks (--tasks) through the chat template"
         raise UserError(Problem("--chat", True, expected))
@@ -102,9 +375,9 @@ def evaluate(
         opened = open_model(target, precision=measured.precision, seq_len=measured.seq_len)
         figures = packed.score(opened, measured, told)
     elif data is not None:
-        texts = documents.texts(str(data))
-        figures = rolling.score(open_model(target), texts, stride, told)
-    scores = benchmarks.run(open_model(target), tasks, chat=chat) if tasks else {}
+        texts = documents_of(str(data))
+        figures = score_rolling(open_model(target), texts, stride, told)
+    scores = run_tasks(open_model(target), tasks, chat=chat) if tasks else {}
     split = "heldout" if data is None else str(data)
     return Evaluated(target.directory, target.step, split, figures, scores)
 

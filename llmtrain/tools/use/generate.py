@@ -21,7 +21,7 @@ from llmtrain.errors import Problem, UserError, first_line, raise_any
 from llmtrain.hashing import mix
 from llmtrain.rundir import contents
 from llmtrain.tools.use.load import Opened, open_model
-from llmtrain.tools.use.target import KEY, Target, find
+from llmtrain.tools.use.target import KEY, Target, find_target
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +182,7 @@ def open_writer(model_or_run: str | Path, sampling: Sampling) -> Opened:
         ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
     )
     raise_any(Problem(key, value, expected) for key, value, fine, expected in checks if not fine)
-    return open_model(find(str(model_or_run)), small=True)
+    return open_model(find_target(str(model_or_run)), small=True)
 
 
 def text_ids(opened: Opened, text: str) -> list[int]:

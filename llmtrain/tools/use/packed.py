@@ -17,25 +17,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.data import heldout_set
-from llmtrain.data.heldout_set import HeldOut
+from llmtrain.data import heldout
+from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import glance
-from llmtrain.data.tokens.probe_texts import PROBES
+from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import rope
+from llmtrain.model import attention
 from llmtrain.model import tokenizer as tokenizers
-from llmtrain.model.attention import kernels
-from llmtrain.model.documents import document_tensors, needed, on, padding_tensors
-from llmtrain.model.head import Head, examine
-from llmtrain.model.loss import LossModule
+from llmtrain.model.attention import (
+    document_tensors,
+    kernels,
+    needed_rows,
+    on_device,
+    padding_tensors,
+)
+from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.rundir import contents, record
-from llmtrain.rundir.auto import Auto
-from llmtrain.tools.use.as_run import with_other_tokenizer
+from llmtrain.rundir.status import Auto
 from llmtrain.tools.use.load import Opened
+from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import by_source, result, totals
-from llmtrain.training.start.kernel import FROZEN
+from llmtrain.training.start.frozen import LOSS_KERNEL
 from llmtrain.training.start.planning import launch_kind
-from llmtrain.training.start.trials.isolation import bare_forward, find_hiding
+from llmtrain.training.start.trials import bare_forward, find_hiding
 from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation
 
@@ -95,7 +99,7 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
 
     manifest = run_dir / contents.MANIFEST
     try:
-        held = heldout_set.load(run_dir / contents.HELDOUT)
+        held = heldout.load(run_dir / contents.HELDOUT)
     except SafetensorError as error:
         expected = f"a whole {contents.HELDOUT} ({error})"
         raise UserError(Problem(key, run_dir, expected, "the next start makes it again")) from error
@@ -172,20 +176,22 @@ def _score_rank(
         told(rank * rounds + round_, rounds * measured.world_size)
         mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
         ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
-        width = needed(np.stack(labels)) if measured.packing == "single" else seq_len
-        inputs = on(device, np.stack(ids)[:, :width].astype(np.int64))
+        width = needed_rows(np.stack(labels)) if measured.packing == "single" else seq_len
+        inputs = on_device(device, np.stack(ids)[:, :width].astype(np.int64))
         wanted = np.stack(labels)[:, :width]
         targets = target_keywords(wanted, device, whole=False)
         hidden = {}
         if measured.packing == "single":
-            by_length = rope.change(opened.model) is not None
+            by_length = attention.rope_change(opened.model) is not None
             hidden = padding_tensors(wanted, device, by_length=by_length, routed=False)
         if hiding is not None:
             hidden = document_tensors(starts, seq_len, hiding, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
             each = module(inputs, each=True, **targets, **hidden)
         if sources:
-            owners = on(device, np.stack([held.block_parts(g, seq_len)[:width] for g in mine]))
+            owners = on_device(
+                device, np.stack([held.block_parts(g, seq_len)[:width] for g in mine])
+            )
             scored += by_source(each, targets["labels"], owners, sources)
         else:
             scored += totals(each, targets["labels"])
@@ -194,7 +200,7 @@ def _score_rank(
 
 def _loss(opened: Opened, run_dir: Path) -> LossModule:
     """Return the module that computes the loss as the run does."""
-    kernel = Auto(run_dir, "").run.get(FROZEN, "logits")
+    kernel = Auto(run_dir, "").run.get(LOSS_KERNEL, "logits")
     found = "" if kernel == "logits" else examine(opened.model)
     return LossModule(opened.model, found if isinstance(found, Head) else None, kernel=kernel)
 

@@ -24,11 +24,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
 from llmtrain.data.chat.template import Tools
 from llmtrain.errors import Problem, UserError, first_line, raise_any
-from llmtrain.model import rope
+from llmtrain.model import attention
 from llmtrain.tools.use.generate import (
     ChatIds,
     Sampling,
@@ -128,7 +128,7 @@ def complete_file(
         new = complete(opened, [rows[n] for n in batch], limit, sampling, number)
         written |= zip(batch, new, strict=True)
     lines = [_line(opened, prompt, written[n]) for n, prompt in enumerate(prompts)]
-    durable.write(out, "".join(lines).encode(), shared=True)
+    system.write_durably(out, "".join(lines).encode(), shared=True)
     tokens = sum(map(len, written.values()))
     return Completed(out, len(rows), tokens, time.perf_counter() - start)
 
@@ -269,7 +269,7 @@ def find_kind(opened: Opened, rows: Sequence[Sequence[int]]) -> Kind:
     if len(rows) == 1:
         return "alone"
     # Frequencies of a rope may change with the longest row, also once it is longer than a prompt.
-    if rope.change(opened.model) is None and _are_as_alone(opened, [short, long]):
+    if attention.rope_change(opened.model) is None and _are_as_alone(opened, [short, long]):
         return "padded"
     other = [(id + 1) % vocabulary for id in short]
     return "equal" if _are_as_alone(opened, [short, other]) else "alone"

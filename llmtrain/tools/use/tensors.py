@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain import durable
-from llmtrain.checkpoint import check
+from llmtrain import system
 from llmtrain.checkpoint import files as disk
+from llmtrain.checkpoint import format
 from llmtrain.checkpoint import format as form
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, needed_on_disk
 from llmtrain.types import DTYPES, Spec, TensorSpec
@@ -113,7 +113,7 @@ def specs(directory: Path, name: str) -> dict[str, TensorSpec]:
 
 def _places(directory: Path, name: str) -> dict[str, form.Place]:
     try:
-        found = check.tensors(directory, name)
+        found = format.check_tensors(directory, name)
         with (directory / name).open("rb") as opened:
             start = 8 + int.from_bytes(opened.read(8), "little")
         return form.places_in(name, found, start)
@@ -141,7 +141,7 @@ def write(directory: Path, spec: Spec, read: Callable[[str], Iterable[Tensor]]) 
         head = form.header(part)
         with needed_on_disk(directory / file):
             opened = disk.new(directory / file, head, form.file_bytes(part))
-            with durable.close_on_error(opened):
+            with system.close_on_error(opened):
                 _write_tensors(opened, len(head), part, read)
             disk.durable(opened)
 

@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.config.schema import TrackerName
 from llmtrain.distributed.plan.memory import MemoryPlan
 from llmtrain.errors import RESTARTABLE, RunError, UserError, needed_on_disk
 from llmtrain.metrics import memory
-from llmtrain.metrics.profile import Profile
+from llmtrain.metrics.memory import Profile
 from llmtrain.metrics.progress import Progress, plain_line
 from llmtrain.metrics.trackers import Trackers, open_trackers
 from llmtrain.model.compile import graphs
 from llmtrain.rundir import contents
+from llmtrain.rundir.contents import Originals
 from llmtrain.rundir.goodput import goodput
 from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.record import Lines
-from llmtrain.rundir.restore import Originals
 from llmtrain.rundir.status import put_back_status, read_status, write_status
 from llmtrain.training.run.due import Due
 from llmtrain.types import Evaluation, Numbers, Sample
@@ -143,7 +143,7 @@ class Journal:
                 self.check_lock()
             restored = self._originals.restore() if self._originals else []
         names = [path.relative_to(self.run_dir).as_posix() for path in restored]
-        if durable.is_gone(self.run_dir / contents.STATUS):
+        if system.is_gone(self.run_dir / contents.STATUS):
             self._said = write_status(self.run_dir, self._said, step=self.step)
             names.append(contents.STATUS)
         if self._lines.begin_again():

@@ -2,29 +2,207 @@
 
 What is done with a run (`update`, `evaluate`, `save`, `finish`) is a function that takes it, in a
 module that imports this one; this module imports none of them. `start/open.py` makes the run.
+
+What a start opens and passes on as whole values: the processes, the data, the model.
+
+How a start writes checkpoints, and the checkpoint in flight between two boundaries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from llmtrain.checkpoint.background import Writer
+from llmtrain.checkpoint.format import Extents
 from llmtrain.checkpoint.read import Found
-from llmtrain.config.schema import Config
+from llmtrain.checkpoint.write import Begun
+from llmtrain.config.binding import Bound
+from llmtrain.config.schema import CheckpointConfig, Config
+from llmtrain.data.heldout import HeldOut
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.state import DataState
+from llmtrain.data.stream import Stream
+from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.engines.engine import Engine
+from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
 from llmtrain.metrics.meter import Meter
+from llmtrain.model.base import Base
+from llmtrain.rundir.status import Auto
+from llmtrain.system import Threads
 from llmtrain.training.run.due import Due
 from llmtrain.training.run.feed import Feed
-from llmtrain.training.run.flight import Saves
 from llmtrain.training.run.guards import Guards
 from llmtrain.training.run.journal import Journal, RunLog
-from llmtrain.training.run.opened import DataSide, ModelSide, Processes
-from llmtrain.training.stop.requests import Requests
-from llmtrain.training.stop.signals import Signals
-from llmtrain.types import Ranks
+from llmtrain.training.stop import Requests, Signals
+from llmtrain.types import Compiled, ModelShape, Ranks, Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from llmtrain.model.loss import LossModule
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan of a start.
+
+    memory: None if it could not be planned
+    reason: why this layout was chosen
+    decided_again: whether the values that an earlier start of this kind froze no longer fit
+    """
+
+    layout: Layout
+    shape: ModelShape
+    hardware: Hardware
+    memory: MemoryPlan | None
+    reason: str
+    decided_again: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan in the form of the `start` line."""
+        parts = dict(self.memory.parts) if self.memory else None
+        total = self.memory.total_bytes if self.memory else None
+        device = {"device_bytes": self.hardware.device_bytes}
+        said = {"reason": self.reason, "parts": parts, "total_bytes": total}
+        return asdict(self.layout) | said | device
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of this start, and the values frozen for them.
+
+    base: the weights that the run begins with; None = random ones
+    decided_again: whether values were chosen again, because no earlier start was of the same kind
+        (strategy, device type, number of processes) or because what one froze no longer fits
+    precision: of the run, with the reason, for people
+    threads_before: those that earlier launches of this kind had; None = there was none
+    """
+
+    bound: Bound
+    launched: Launched
+    planned: Planned
+    base: Base | None
+    run_id: str
+    auto: Auto
+    versions: dict[str, str]
+    decided_again: bool
+    precision: str
+    threads: Threads
+    threads_before: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataSide:
+    """The data, opened at the position of the checkpoint.
+
+    heldout: None = nothing is held out
+    changed: parts of the fingerprint that differ from the checkpoint's, all of them accepted
+    ended: whether no block is left to train on
+    """
+
+    manifest: Manifest
+    encoder: Encoder
+    heldout: HeldOut | None
+    stream: Stream
+    state: DataState
+    changed: tuple[str, ...]
+    ended: bool
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, which knows no control tokens in texts."""
+        return self.encoder.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSide:
+    """The model, bare and prepared for its strategy.
+
+    loss: the module around `bare` that computes the loss; `prepared` is it, or is around it
+    spec: the tensors of its checkpoints
+    held_before: bytes in use on the device, on a CPU by the process, before there was a model
+    adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
+    compiled: what of the model torch compiles
+    hiding: the attention that hides documents from each other, or `documents.JOINED`; None = there
+        is nothing to hide
+    """
+
+    bare: PreTrainedModel
+    loss: LossModule
+    prepared: nn.Module
+    spec: Spec
+    micro_batch_size: int
+    held_before: int
+    adapter: Mapping[str, bytes]
+    compiled: Compiled = "off"
+    hiding: str | None = None
+
+
+# The error if this rank could not write its part, else None; and what it wrote.
+Written = tuple[BaseException | None, Extents]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A checkpoint between begin and commit.
+
+    cursors: the line for `cursors.jsonl`, at rank 0
+    last: whether this start makes no step after it
+    blocked: seconds for which training has waited so far, without those that the writer counts
+    written: the result if it was written in line; None if the background writer writes it
+    """
+
+    step: int
+    reason: str
+    begun: Begun
+    cursors: bytes
+    last: bool
+    blocked: float
+    written: Written | None
+
+
+@dataclass(slots=True)
+class Saves:
+    """How this start writes checkpoints, and the checkpoint in flight.
+
+    policy: the section that names the checkpoints to keep
+    writer: the background writer; None if checkpoints are written in line
+    sent: whether ranks send their parts to rank 0, which writes; with collectives, so in line
+    dealt: whether tensors that all ranks have copies of are divided among the ranks for writing
+    flight: the checkpoint in flight
+    kept: names of the checkpoints that existed after the last retention (rank 0)
+    failed_in_a_row: number of saves in a row that failed
+    has_room: whether each host was found to have the memory for the copies
+    grace_told: whether the warning that a launcher may not wait for a save was given
+    """
+
+    policy: CheckpointConfig
+    writer: Writer | None
+    sent: bool
+    dealt: bool
+    flight: Flight | None = None
+    kept: set[str] = field(default_factory=set)
+    failed_in_a_row: int = 0
+    has_room: bool = False
+    grace_told: bool = False
+
+    def wait_snapshot(self) -> None:
+        """Wait until the writer has copied the weights and moments, so that they may change."""
+        if self.writer is not None:
+            self.writer.wait_snapshot()
+
+    def flags(self) -> dict[str, bool]:
+        """Return what this rank's writer reports in the step's vector."""
+        state = self.writer.state if self.writer and self.flight else "idle"
+        return {"writer_ready": state == "ready", "writer_failed": state == "failed"}
 
 
 @dataclass(frozen=True, slots=True)

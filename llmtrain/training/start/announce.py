@@ -14,9 +14,9 @@ import torch
 from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import bind, changes
 from llmtrain.distributed.engines.state import ADAPTER
+from llmtrain.training.optimizer import learning_rate
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
-from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start.claim import Place
 from llmtrain.training.start.data import few_steps
 

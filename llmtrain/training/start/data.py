@@ -10,25 +10,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainingConfig
-from llmtrain.data import heldout, heldout_set, survey
+from llmtrain.data import heldout, survey
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE
-from llmtrain.data.heldout_set import HeldOut
+from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import Manifest
-from llmtrain.data.remote.request import Stopping
+from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.encode import Encoder, open_encoder
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
-from llmtrain.training.run.opened import DataSide, Processes
+from llmtrain.training.run.run import DataSide, Processes
 from llmtrain.training.start import prepare
 from llmtrain.types import Ranks
 
@@ -50,7 +50,7 @@ def open_data(
     Rank 0 makes the choices that are made once for a run, and all ranks check them.
     stop: ends a wait for the Hub, on all ranks (RunError, 75)
     """
-    heartbeat.beat("opening the data")
+    system.beat("opening the data")
     ranks, run_dir = processes.launched.ranks, config.run_dir
     by_default = 1 if processes.launched.device.type == "cuda" else 0
     workers = by_default if config.data.workers == "auto" else config.data.workers
@@ -275,7 +275,7 @@ def _open_heldout(
     """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
     path = config.run_dir / HELDOUT
     on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, encoder, path, reading))
-    held = agreed(ranks, lambda: heldout_set.load(path))
+    held = agreed(ranks, lambda: heldout.load(path))
     tokens = len(held.ids) if held else 0
     wanted = from_rank_zero(ranks, lambda: tokens)
 
@@ -295,7 +295,7 @@ def _prepare_heldout(
 
     try:
         if path.exists():
-            heldout_set.load(path)
+            heldout.load(path)
             return
     except SafetensorError:
         _log.warning("%s was damaged and is made again", path)

@@ -16,39 +16,37 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from llmtrain.checkpoint.files import Patience
 from llmtrain.checkpoint.read import Found
-from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.speed import seconds_at_peak
-from llmtrain.metrics.busy import Busy
 from llmtrain.metrics.logfile import LogFile
+from llmtrain.metrics.memory import Profile
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.metrics.profile import Profile
+from llmtrain.metrics.progress import Busy
 from llmtrain.rundir import contents, failures
-from llmtrain.training import ending
+from llmtrain.training import ending, stop
+from llmtrain.training.optimizer import learning_rate
 from llmtrain.training.out_of_memory import compared_with_plan
 from llmtrain.training.run.due import Due, agreed_stop
 from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
 from llmtrain.training.run.journal import Journal, RunLog
-from llmtrain.training.run.opened import DataSide, ModelSide, Processes
-from llmtrain.training.run.run import Run
+from llmtrain.training.run.run import DataSide, ModelSide, Processes, Run
 from llmtrain.training.saving import open_saves, reserve
-from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, ready, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
-from llmtrain.training.start.kernel import FROZEN as KERNEL
+from llmtrain.training.start.frozen import LOSS_KERNEL as KERNEL
 from llmtrain.training.start.planning import work
 from llmtrain.training.start.processes import start_processes
 from llmtrain.training.start.weights import build_model
 from llmtrain.training.step import flags
-from llmtrain.training.stop import signals as stop
-from llmtrain.training.stop.requests import Requests
+from llmtrain.training.stop import Requests
 from llmtrain.training.watchdog import Watchdog, watching
 
 # A wait for the network ends this long after a signal; a batch queue kills after about 30 s.

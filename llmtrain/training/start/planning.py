@@ -37,25 +37,21 @@ from llmtrain.distributed.plan.memory import (
     arithmetic_of,
     memory,
 )
-from llmtrain.distributed.plan.remedies import missing
-from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words
+from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words, missing
 from llmtrain.errors import Problem, UserError, first_line, gib, raise_any
 from llmtrain.metrics.memory import host_bytes
+from llmtrain.model import trainable
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.cross_entropy import chunk_of
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
-from llmtrain.model.trainable import quantized
 from llmtrain.rundir import contents
-from llmtrain.rundir.auto import Auto
-from llmtrain.rundir.status import read_status
+from llmtrain.rundir.status import Auto, read_status
 from llmtrain.training.optimizer import algorithms
-from llmtrain.training.run.opened import Planned
-from llmtrain.training.start.adapters import resolve_adapter, trained_tokens
-from llmtrain.training.start.base import find_base
-from llmtrain.training.start.kernel import asked_kernel
+from llmtrain.training.run.run import Planned
+from llmtrain.training.start.frozen import asked_kernel, find_base, resolve_adapter, trained_tokens
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
@@ -187,7 +183,9 @@ def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None 
     long as the rest of the plan, at each start.
     """
     hardware = this_machine(config, os.environ)
-    raise_any(quantized.missing(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ())
+    raise_any(
+        trainable.missing_for_four_bits(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ()
+    )
     model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
     allowed, without = _possible(strategies_for(config, os.environ), cpu=hardware.cpu)
@@ -231,7 +229,9 @@ def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], 
     """
     if len(allowed) == 1:
         return allowed, {}
-    found = {name: list(zero.missing(name, cpu=cpu)) for name in allowed if family(name) == "zero"}
+    found = {
+        name: list(zero.missing_parts(name, cpu=cpu)) for name in allowed if family(name) == "zero"
+    }
     without = {name: problems[0] for name, problems in found.items() if problems}
     return tuple(name for name in allowed if name not in without), without
 

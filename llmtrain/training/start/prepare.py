@@ -29,7 +29,7 @@ from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import ChatFacts, Manifest
-from llmtrain.data.remote.request import Stopping
+from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.survey import (
     Survey,
@@ -40,17 +40,21 @@ from llmtrain.data.survey import (
     training_texts,
     values_now,
 )
-from llmtrain.data.tokens.backend import choose_tokenizer
 from llmtrain.data.tokens.encode import Encoded, Encoder, chat_facts, settings_of
-from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.data.tokens.train import tokenizer_config, train_bpe
+from llmtrain.data.tokens.tokenizer import (
+    Tokenizer,
+    choose_tokenizer,
+    open_tokenizer,
+    tokenizer_config,
+    train_bpe,
+)
 from llmtrain.errors import UserError
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config
 from llmtrain.model.tokenizer import add_template, save_tokenizer, special_tokens
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
-from llmtrain.training.start.base import find_base
-from llmtrain.training.start.packing import why_apart
+from llmtrain.training.start.frozen import find_base
+from llmtrain.training.start.trials import why_apart
 
 _log = logging.getLogger(__name__)
 

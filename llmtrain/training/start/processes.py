@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 import torch
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, gathered, on_rank_zero
 from llmtrain.config.binding import Bound
 from llmtrain.config.schema import Config
@@ -26,21 +26,21 @@ from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
 from llmtrain.model.build import unknown_fields
-from llmtrain.processes import decide_threads
-from llmtrain.rundir.auto import Auto
-from llmtrain.rundir.shared_directory import check_shared
-from llmtrain.training.run.opened import Planned, Processes
-from llmtrain.training.start.base import decide_base, keep_base
-from llmtrain.training.start.by_device import (
+from llmtrain.rundir.contents import check_shared
+from llmtrain.rundir.status import Auto
+from llmtrain.system import decide_threads
+from llmtrain.training.run.run import Planned, Processes
+from llmtrain.training.start.claim import Place, check_start
+from llmtrain.training.start.frozen import (
     Kernels,
     check_kernels,
+    decide_base,
     decide_kernels,
+    keep_base,
     keep_kernels,
     using,
 )
-from llmtrain.training.start.claim import Place
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
-from llmtrain.training.start.trials.preflight import check_start
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def start_processes(
 
     alone: context for the time before there is a group, see `Signals.alone`
     """
-    heartbeat.beat("joining the other processes")
+    system.beat("joining the other processes")
     # For products that are timed before it is known what this launch began with.
     torch.set_num_threads(decide_threads(config.training.threads, None, os.environ).count)
     kernels = decide_kernels(config)

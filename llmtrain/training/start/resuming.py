@@ -1,6 +1,6 @@
 """Resuming: find the checkpoint, check that it belongs to this run, load its state.
 
-    retention.clean → read.find → (the model is built) → read.fill → random states
+    candidates.clean_up → read.find → (the model is built) → read.fill → random states
 
 The trap: only in a new run is it correct to find no checkpoint. If the record names one and none is
 left, the start is refused, since it would silently train the same steps again.
@@ -13,20 +13,20 @@ import os
 import time
 from pathlib import Path
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.agreement import agreed, on_rank_zero
+from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read, retention
+from llmtrain.checkpoint.files import Patience
 from llmtrain.checkpoint.read import Found
-from llmtrain.checkpoint.retry import Patience
 from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.training.run import rng
 from llmtrain.training.run.journal import Journal
-from llmtrain.training.run.opened import ModelSide, Processes
 from llmtrain.training.run.rng import States
+from llmtrain.training.run.run import ModelSide, Processes
 from llmtrain.training.start.claim import Place, asked_resume
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def find_checkpoint(
     Reports checkpoints that it quarantines or removes as events. Raises UserError if a person must
     decide, RunError (74) if the disk does not answer, StoppedError at a stop.
     """
-    heartbeat.beat("looking for a checkpoint")
+    system.beat("looking for a checkpoint")
     root = config.run_dir / contents.CHECKPOINTS
     asked, ranks = config.checkpoint, processes.launched.ranks
     on_rank_zero(ranks, lambda: _clear_away(root, journal))
@@ -86,7 +86,7 @@ def fill_state(
     processes or the kind of device has changed. Raises UserError if the checkpoint's tensors are
     not those of the model, RunError (74) and StoppedError as `find_checkpoint` does.
     """
-    heartbeat.beat("loading the checkpoint")
+    system.beat("loading the checkpoint")
     ranks, device = processes.launched.ranks, processes.launched.device
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
@@ -102,7 +102,7 @@ def fill_state(
 
 def _clear_away(root: Path, journal: Journal) -> None:
     """Remove the unfinished saves and deletions of a killed start."""
-    if gone := retention.clean(root):
+    if gone := candidates.clean_up(root):
         journal.event("leftovers_removed", 0, names=gone)
 
 

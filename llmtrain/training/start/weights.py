@@ -19,33 +19,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
-from llmtrain.checkpoint.disk_space import check_room
+from llmtrain.checkpoint.files import check_room
 from llmtrain.checkpoint.read import Found
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import Manifest
-from llmtrain.distributed.engines import fsdp, weights
+from llmtrain.distributed.engines import fsdp
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
-from llmtrain.model import attention, build, recompute
+from llmtrain.model import attention, build, shape
 from llmtrain.model.base import Base
 from llmtrain.model.compile import compile_blocks
-from llmtrain.model.head import Head, examine, head_from_json, head_to_json, why_wrapped
-from llmtrain.model.loss import LossModule
+from llmtrain.model.loss import Head, LossModule, examine, head_from_json, head_to_json, why_wrapped
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run import rng
-from llmtrain.training.run.opened import ModelSide, Processes
-from llmtrain.training.start.adapters import adapter_files, attach, check_base
-from llmtrain.training.start.base import check_unchanged
-from llmtrain.training.start.by_device import decide_compile
-from llmtrain.training.start.kernel import FROZEN as KERNEL
-from llmtrain.training.start.kernel import asked_kernel, choose_kernel
-from llmtrain.training.start.trials.isolation import hiding_attention
-from llmtrain.training.start.trials.trial_pass import Trial, discarded_pass, fitting_micro_batch
+from llmtrain.training.run.run import ModelSide, Processes
+from llmtrain.training.start.frozen import LOSS_KERNEL as KERNEL
+from llmtrain.training.start.frozen import (
+    adapter_files,
+    asked_kernel,
+    attach_adapters,
+    check_base,
+    check_unchanged,
+    choose_kernel,
+    decide_compile,
+)
+from llmtrain.training.start.trials import (
+    Trial,
+    discarded_pass,
+    fitting_micro_batch,
+    hiding_attention,
+)
 from llmtrain.types import Spec
 
 if TYPE_CHECKING:
@@ -79,7 +87,7 @@ def build_model(
 
     All ranks use the same seed for the weights.
     """
-    heartbeat.beat("building the model")
+    system.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     compiled = decide_compile(config, processes, document_mask=data.document_mask)
@@ -88,7 +96,7 @@ def build_model(
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
     if data.chat is not None:
         end_turns(built.bare, data.chat.ends)
-    recompute.apply(built.bare, processes.planned.layout.activation_checkpointing)
+    shape.apply_checkpointing(built.bare, processes.planned.layout.activation_checkpointing)
     if count := compile_blocks(built.bare, compiled):
         _log.info("compiling %s (%d modules) at their first forward", compiled, count)
     optimizer = make_optimizer(built.bare, config.optimizer)
@@ -164,7 +172,7 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
             model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
         head = "logits are asked for" if asked == "logits" else examine(model)
-        attach(config, processes, model, meta=False)
+        attach_adapters(config, processes, model, meta=False)
         return model, why_wrapped(model) or head
 
     if launched.sharding is None or ranks.world_size == 1:
@@ -175,7 +183,7 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
     head = head_from_json(from_rank_zero(ranks, lambda: head_to_json(head)))
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
-    attach(config, processes, bare, meta=True)
+    attach_adapters(config, processes, bare, meta=True)
     if whole:
         bare.generation_config = whole.generation_config
     return Built(bare, True, whole, _choose(config, processes, asked, head))
@@ -201,7 +209,7 @@ def _prepare(
     if model.apart:
         assert launched.sharding is not None
         module = fsdp.prepare_empty(module, optimizer, launched.sharding)
-        weights.share(model.bare, model.whole, launched.device)
+        fsdp.share_weights(model.bare, model.whole, launched.device)
         if model.whole:
             model.whole.to("meta")
     return launched.engine.prepare(module, model.bare, optimizer)

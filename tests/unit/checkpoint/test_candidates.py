@@ -9,9 +9,9 @@ from helpers.checkpoints import RUN, on_ranks, save
 from xxhash import xxh3_128_hexdigest
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import candidates, check, read
+from llmtrain.checkpoint import candidates, format, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.retry import Patience, StoppedError
+from llmtrain.checkpoint.files import Patience, StoppedError
 from llmtrain.errors import RunError, UserError
 
 MODEL = "model.safetensors"
@@ -239,7 +239,7 @@ def test_a_stop_does_not_wait_for_a_disk_that_is_waited_for(root, monkeypatch):
     def refuse(path, name, extent):
         raise OSError(errno.ESTALE, "Stale file handle", name)
 
-    monkeypatch.setattr(check, "extent", refuse)
+    monkeypatch.setattr(format, "check_extent", refuse)
     waited = []
     stopping = lambda: "signal" if len(waited) >= 5 else None  # noqa: E731
     with pytest.raises(StoppedError):

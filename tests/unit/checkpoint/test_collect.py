@@ -7,7 +7,7 @@ from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.checkpoint import collect, files, read, write
+from llmtrain.checkpoint import files, read, write
 from llmtrain.types import Piece
 
 
@@ -22,7 +22,7 @@ def test_the_files_are_those_of_a_save_by_all_ranks(tmp_path_factory, case, room
     root = tmp_path_factory.mktemp("root")
     save(root / "whole", 1, spec, whole(spec, values))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "ROUND_BYTES", room)
+        patch.setattr(write, "ROUND_BYTES", room)
         saved = on_ranks(
             len(ranks),
             lambda own: save(root / "one", 1, spec, ranks[own.rank], ranks=own, collected=True),
@@ -51,7 +51,7 @@ def test_rank_0_alone_opens_files(tmp_path, monkeypatch):
 
     def work(ranks):
         begun = write.begin(tmp_path, 4, SPEC, {}, ranks, RUN)
-        extents = collect.pieces(begun, parted(ranks, tensors(SPEC, 4)), ranks)
+        extents = write.collect_pieces(begun, parted(ranks, tensors(SPEC, 4)), ranks)
         return extents, write.commit(begun, extents, None, ranks)
 
     found = on_ranks(3, work)

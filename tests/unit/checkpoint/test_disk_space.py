@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.checkpoints import RUN, save
 
-from llmtrain.checkpoint import disk_space
+from llmtrain.checkpoint import files
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import UserError
 
@@ -20,13 +20,13 @@ def filled(root, steps):
 
 def test_space_is_what_the_policy_keeps_and_two_more_less_what_is_there(tmp_path):
     policy = keeping(3, 0, 1)
-    assert disk_space.check_room(tmp_path / "absent", policy, 1000, 10, 12) == 60
-    assert disk_space.check_room(tmp_path, keeping(3, 300, 1), 1000, 10, 12) == 90
+    assert files.check_room(tmp_path / "absent", policy, 1000, 10, 12) == 60
+    assert files.check_room(tmp_path, keeping(3, 300, 1), 1000, 10, 12) == 90
     filled(tmp_path, [2, 4])
-    assert disk_space.check_room(tmp_path, policy, 1000, 10, 12) == 40
-    assert disk_space.check_room(tmp_path, keeping(2), 1000, 10, 12) == 20
+    assert files.check_room(tmp_path, policy, 1000, 10, 12) == 40
+    assert files.check_room(tmp_path, keeping(2), 1000, 10, 12) == 20
     filled(tmp_path, [6, 8, 10])
-    assert disk_space.check_room(tmp_path, keeping(2), 1000, 10, 12) == 10
+    assert files.check_room(tmp_path, keeping(2), 1000, 10, 12) == 10
 
 
 def disk(monkeypatch, **fields):
@@ -37,15 +37,15 @@ def disk(monkeypatch, **fields):
 def test_checkpoints_of_another_run_make_no_room_for_ours(tmp_path):
     filled(tmp_path, [2, 4])
     save(tmp_path, 99, run_id="another")
-    assert disk_space.check_room(tmp_path, keeping(3, 0, 1), 1000, 10, 12, RUN) == 40
+    assert files.check_room(tmp_path, keeping(3, 0, 1), 1000, 10, 12, RUN) == 40
 
 
 def test_bad_input_23_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
     disk(monkeypatch, f_bavail=5000)
     root = tmp_path / "not" / "there" / "yet"
-    disk_space.check_room(root, keeping(2), 100, 1250, 12)
+    files.check_room(root, keeping(2), 100, 1250, 12)
     with pytest.raises(UserError) as caught:
-        disk_space.check_room(root, keeping(2), 100, 1251, 12)
+        files.check_room(root, keeping(2), 100, 1251, 12)
     assert "5004 and 5000 bytes" in str(caught.value)
     assert caught.value.problems[0].key == "run.dir"
 
@@ -53,6 +53,6 @@ def test_bad_input_23_a_disk_without_room_is_refused_with_both_numbers(tmp_path,
 def test_bad_input_24_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
     disk(monkeypatch, f_favail=55)
     with pytest.raises(UserError, match=r"56 files \(inodes\), not 55"):
-        disk_space.check_room(tmp_path, keeping(2), 100, 1, 12)
+        files.check_room(tmp_path, keeping(2), 100, 1, 12)
     disk(monkeypatch, f_files=0, f_favail=0)  # a file system without such a limit
-    disk_space.check_room(tmp_path, keeping(2), 100, 1, 12)
+    files.check_room(tmp_path, keeping(2), 100, 1, 12)

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint import filesystem
+from llmtrain.checkpoint import files
 from llmtrain.errors import UserError
 
 
 def test_a_store_that_renames_is_fine_and_left_as_it_was(tmp_path):
     (tmp_path / "mine").touch()
-    filesystem.probe(tmp_path)
+    files.probe_directory(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_probe_that_was_killed_is_cleared_by_the_next(tmp_path):
     (tmp_path / ".probe" / "a").mkdir(parents=True)
     (tmp_path / ".probe" / "a" / "file").touch()
-    filesystem.probe(tmp_path)
+    files.probe_directory(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -30,7 +30,7 @@ def test_bad_input_22_a_store_without_rename_is_refused_with_its_error(tmp_path,
 
     monkeypatch.setattr(os, call, refused)
     with pytest.raises(UserError) as caught:
-        filesystem.probe(tmp_path)
+        files.probe_directory(tmp_path)
     problem = caught.value.problems[0]
     assert problem.key == "run.dir"
     assert problem.value == tmp_path
@@ -41,7 +41,7 @@ def test_bad_input_22_a_store_without_rename_is_refused_with_its_error(tmp_path,
 def test_bad_input_22_a_rename_that_copies_nothing_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", lambda _, target: Path(target).mkdir())
     with pytest.raises(UserError, match="still has its old name"):
-        filesystem.probe(tmp_path)
+        files.probe_directory(tmp_path)
 
 
 MOUNTS = """\
@@ -67,18 +67,18 @@ MOUNTS = """\
 )
 def test_what_lies_on_nfs_is_known_by_what_is_mounted(tmp_path, monkeypatch, path, expected):
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
-    assert filesystem.network(Path(path)) is expected
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
+    assert files.is_network(Path(path)) is expected
 
 
 def test_the_innermost_mount_says_what_a_directory_is_on(tmp_path, monkeypatch):
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
-    assert filesystem.kind(Path("/people/runs")) == "nfs4"
-    assert filesystem.kind(Path("/people/local disk/runs")) == "xfs"
-    assert filesystem.kind(Path("/runs")) == "ext4"
-    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "absent")
-    assert filesystem.kind(Path("/runs")) == ""
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
+    assert files.filesystem_kind(Path("/people/runs")) == "nfs4"
+    assert files.filesystem_kind(Path("/people/local disk/runs")) == "xfs"
+    assert files.filesystem_kind(Path("/runs")) == "ext4"
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "absent")
+    assert files.filesystem_kind(Path("/runs")) == ""
 
 
 def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
@@ -87,15 +87,15 @@ def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
     )
     if said.returncode:
         pytest.skip("df does not say it here")
-    assert filesystem.kind(tmp_path) == said.stdout.split()[-1]
+    assert files.filesystem_kind(tmp_path) == said.stdout.split()[-1]
 
 
 def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing_is(
     tmp_path, monkeypatch
 ):
-    assert filesystem.network(Path("/proc/self")) is False
-    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "absent")
-    assert filesystem.network(tmp_path) is False
+    assert files.is_network(Path("/proc/self")) is False
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "absent")
+    assert files.is_network(tmp_path) is False
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing
 )
 def test_auto_is_rank_0_under_ddp_and_over_several_nodes_on_nfs(family, nodes, network):
     expected = "rank0" if family == "ddp" or (nodes == 4 and network) else "all"
-    assert filesystem.choose_writers("auto", family, nodes, network) == expected
-    assert filesystem.choose_writers("rank0", family, nodes, network) == "rank0"
-    assert filesystem.choose_writers("all", family, nodes, network) == "all"
+    assert files.choose_writers("auto", family, nodes, network) == expected
+    assert files.choose_writers("rank0", family, nodes, network) == "rank0"
+    assert files.choose_writers("all", family, nodes, network) == "all"

@@ -14,9 +14,9 @@ from helpers.checkpoints import RUN, SPEC, on_ranks, save, tensors, whole
 from xxhash import xxh3_128_hexdigest
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import check, read
+from llmtrain.checkpoint import format, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.retry import Patience
+from llmtrain.checkpoint.files import Patience
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Piece, TensorSpec
 
@@ -227,7 +227,7 @@ def test_a_disk_that_does_not_answer_ends_the_start_and_renames_nothing(root, mo
 
 
 def test_a_file_that_only_another_rank_cannot_see_is_trouble(root, monkeypatch):
-    real = check.extent
+    real = format.check_extent
     manifest = form.load(root / NEWEST)
     count = len([extent for entry in manifest.files.values() for extent in entry.extents])
     seen = []
@@ -238,7 +238,7 @@ def test_a_file_that_only_another_rank_cannot_see_is_trouble(root, monkeypatch):
             return real(path, name, extent)
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path / name))
 
-    monkeypatch.setattr(check, "extent", checked)
+    monkeypatch.setattr(format, "check_extent", checked)
     assert count > 1
     with pytest.raises(RunError, match="No such file"):
         found(root, 2)
@@ -246,7 +246,7 @@ def test_a_file_that_only_another_rank_cannot_see_is_trouble(root, monkeypatch):
 
 
 def test_our_own_mistake_is_no_damage(root, monkeypatch):
-    monkeypatch.setattr(check, "extent", lambda *_: {}["missing"])
+    monkeypatch.setattr(format, "check_extent", lambda *_: {}["missing"])
     with pytest.raises(RunError, match="KeyError") as caught:
         found(root, 2)
     assert caught.value.exit_code == 1

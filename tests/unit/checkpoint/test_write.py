@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from llmtrain import faults, heartbeat
+from llmtrain import faults, system
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
@@ -165,7 +165,7 @@ def test_a_small_file_must_have_a_name_of_its_own(tmp_path, name):
 def test_a_piece_that_is_not_of_the_spec_is_refused(tmp_path, piece):
     begun = write.begin(tmp_path, 4, SPEC, {}, Alone(), RUN)
     with pytest.raises(ValueError, match=piece.name):
-        write.pieces(begun, [piece])
+        write.write_pieces(begun, [piece])
 
 
 def test_a_write_that_takes_less_at_a_time_is_finished(tmp_path, monkeypatch):
@@ -390,7 +390,7 @@ def test_a_file_that_this_machine_does_not_see_yet_is_waited_for(tmp_path, monke
     monkeypatch.setattr(os, "open", late)
     monkeypatch.setattr(disk.time, "sleep", slept.append)
     monkeypatch.setattr(disk.time, "monotonic", lambda: next(clock))
-    extents = write.pieces(begun, whole(SPEC, tensors(SPEC)))
+    extents = write.write_pieces(begun, whole(SPEC, tensors(SPEC)))
     assert len(slept) == 3
     assert isinstance(write.commit(begun, extents, None, Alone()), write.Committed)
 
@@ -402,7 +402,7 @@ def test_a_file_that_stays_away_for_thirty_seconds_is_an_error(tmp_path, monkeyp
     monkeypatch.setattr(disk.time, "sleep", slept.append)
     monkeypatch.setattr(disk.time, "monotonic", lambda: next(clock))
     with pytest.raises(FileNotFoundError):
-        write.pieces(begun, whole(SPEC, tensors(SPEC)))
+        write.write_pieces(begun, whole(SPEC, tensors(SPEC)))
     assert len(slept) == 30
 
 
@@ -410,23 +410,23 @@ def test_another_error_of_opening_is_not_waited_out(tmp_path, monkeypatch):
     begun = write.begin(tmp_path, 4, SPEC, {}, Alone(), RUN)
     monkeypatch.setattr(disk.time, "sleep", lambda _: pytest.fail("waited"))
     with broken_disk(0, OSError(errno.EACCES, "no")), pytest.raises(PermissionError):
-        write.pieces(begun, whole(SPEC, tensors(SPEC)))
+        write.write_pieces(begun, whole(SPEC, tensors(SPEC)))
 
 
 def test_there_is_a_sign_of_life_at_every_64_mib(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "BEAT_BYTES", 32)
     monkeypatch.setattr(form, "BLOCK_BYTES", 16)
     spec = {"model.safetensors": {"a": TensorSpec("F32", (64,))}}
-    before, _ = heartbeat.read()
+    before, _ = system.last_beat()
     save(tmp_path, 4, spec)
-    after, phase = heartbeat.read()
+    after, phase = system.last_beat()
     assert after - before == 256 // 32 + 1  # and one before the fsync
     assert phase == "fsync of model.safetensors of step 4"
     thread = threading.Thread(target=save, args=(tmp_path, 8, spec))
-    heartbeat.beat("the forward")
+    system.beat("the forward")
     thread.start()
     thread.join()
-    assert heartbeat.read() == (after + 1 + 9, "the forward")
+    assert system.last_beat() == (after + 1 + 9, "the forward")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from llmtrain.cli.data_views import inspection, step_documents
-from llmtrain.cli.escapes import clip, columns, show, wrap
+from llmtrain.cli.data import inspection, step_documents
 from llmtrain.cli.main import main
+from llmtrain.cli.options import clip, columns, show, wrap
 from llmtrain.errors import harmless
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
 from llmtrain.tools.data.which import Found, StepDocuments

@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers import runs
 
-from llmtrain.cli.end_block import end_block
+from llmtrain.cli.options import end_block
 from llmtrain.report.collect import collect
 from llmtrain.report.page import write_report
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.config import written
 from helpers.rings import diagonal
 
-from llmtrain.cli.escapes import columns
+from llmtrain.cli.options import columns
 from llmtrain.cli.plan_view import show_plan
 from llmtrain.model.count import CannotCountError
 from llmtrain.training.start import planning

@@ -15,7 +15,7 @@ from llmtrain.cli import rank as module
 from llmtrain.cli.rank import describe, refused, train_here
 from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.report import page
-from llmtrain.training.stop import signals
+from llmtrain.training import stop
 
 
 class LeftError(Exception):
@@ -32,7 +32,7 @@ def ends(monkeypatch):
     def run(folder: Path, train, text: str | None = None) -> int:
         monkeypatch.setattr(module.os, "_exit", leave)
         monkeypatch.setattr(module.logging, "shutdown", lambda: None)
-        monkeypatch.setattr(signals, "install", lambda: None)
+        monkeypatch.setattr(stop, "install", lambda: None)
         monkeypatch.setattr(llmtrain, "train", train)
         monkeypatch.setattr(page, "write_report", lambda run_dir: run_dir / "report.html")
         with pytest.raises(LeftError) as left:

@@ -8,7 +8,7 @@ import pytest
 from helpers import runs
 
 from llmtrain.cli import watch as module
-from llmtrain.cli.escapes import columns
+from llmtrain.cli.options import columns
 from llmtrain.cli.watch import frame, watch
 from llmtrain.errors import UserError
 from llmtrain.tools.watch import Watcher

@@ -1,6 +1,6 @@
 import pytest
 
-from llmtrain.config.duration import seconds
+from llmtrain.config.checks import seconds
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from helpers.config import SMALLEST, written
 
 from llmtrain.config.load import load_config
 from llmtrain.errors import Problem, UserError
-from llmtrain.training.start.trials.preflight import split_rule
+from llmtrain.training.start.claim import split_rule
 
 BAD = {
     "batch and micro-batch": ("training.global_batch_size=10", "training.micro_batch_size=4"),

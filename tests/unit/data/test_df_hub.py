@@ -20,9 +20,8 @@ from helpers import corpus, hub
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.remote import request, retry
-from llmtrain.data.remote.request import HubFile
-from llmtrain.data.remote.retry import Remote
+from llmtrain.data.remote import fetch
+from llmtrain.data.remote.fetch import HubFile, Remote
 from llmtrain.data.sources import hub as resolving
 from llmtrain.data.stream import open_stream
 from llmtrain.data.survey import freeze, survey
@@ -98,9 +97,9 @@ def server(place, tmp_path, monkeypatch):
     """The Hub; waiting and giving up are quick."""
     with hub.serving(hub.read_files(place / "data")) as serving:
         hub.stand_in(monkeypatch, serving, tmp_path / "home")
-        monkeypatch.setattr(retry, "MAX_WAIT_SECONDS", 0.02)
-        monkeypatch.setattr(retry, "ATTEMPT_SECONDS", 0.3)
-        monkeypatch.setattr(request, "READ_SECONDS", 0.2)
+        monkeypatch.setattr(fetch, "MAX_WAIT_SECONDS", 0.02)
+        monkeypatch.setattr(fetch, "ATTEMPT_SECONDS", 0.3)
+        monkeypatch.setattr(fetch, "READ_SECONDS", 0.2)
         yield serving
 
 
@@ -209,8 +208,8 @@ class Clock:
 @pytest.mark.parametrize("seconds", [60, 600])
 def test_df_36_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
     clock = Clock(seconds, lambda: setattr(server, "down", False))
-    monkeypatch.setattr(retry, "time", clock)
-    monkeypatch.setattr(retry, "MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(fetch, "time", clock)
+    monkeypatch.setattr(fetch, "MAX_WAIT_SECONDS", 60.0)
     name, server.down = "b.jsonl", True
     content = server.files[name]
     reader = Remote(20 * 60, clock)
@@ -222,8 +221,8 @@ def test_df_36_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
 
 def test_df_36_a_quarter_of_an_hour_without_a_network_ends_the_run(server, monkeypatch):
     clock = Clock(1e9, lambda: None)
-    monkeypatch.setattr(retry, "time", clock)
-    monkeypatch.setattr(retry, "MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(fetch, "time", clock)
+    monkeypatch.setattr(fetch, "MAX_WAIT_SECONDS", 60.0)
     server.down = True
     reader = Remote(20 * 60, clock)
     file = HubFile(server.url("b.jsonl"), 10_000, "")

@@ -14,8 +14,7 @@ from llmtrain.data.audit.ledger import replay
 from llmtrain.data.batches import batch_of
 from llmtrain.data.chat.rows import to_example
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.heldout import prepare
-from llmtrain.data.heldout_set import load
+from llmtrain.data.heldout import load, prepare
 from llmtrain.data.manifest import load as load_manifest
 from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import open_stream

@@ -10,8 +10,7 @@ from safetensors.numpy import save_file
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.heldout import prepare
-from llmtrain.data.heldout_set import HeldOut, load
+from llmtrain.data.heldout import HeldOut, load, prepare
 from llmtrain.data.survey import evaluation_sources, freeze, survey
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer

@@ -1,6 +1,6 @@
 import pytest
 
-from llmtrain.data.mixing import shares, source_of
+from llmtrain.data.lanes import shares, source_of
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 1), (1, 1, 1), (0.9, 0.1), (5, 3, 1, 0.5)])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.rings import needs
 
-from llmtrain.distributed import optimizer_state
-from llmtrain.distributed.optimizer_state import missing_package, state_bytes, states
+from llmtrain.distributed.plan import memory
+from llmtrain.distributed.plan.memory import missing_package, state_bytes, states
 from llmtrain.types import DTYPES
 
 SHAPES = [(64, 65), (64, 64), (63, 65), (8,), (4096,), (1, 5000)]
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_all_tensors():
 
 
 def test_a_missing_package_is_one_sentence_with_its_cure(monkeypatch):
-    monkeypatch.setattr(optimizer_state.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     assert missing_package("adamw") == missing_package("muon") == []
     (problem,) = missing_package("adamw_8bit")
     assert (problem.key, problem.value) == ("optimizer.name", "adamw_8bit")

@@ -10,8 +10,8 @@ from helpers.ranks import ROOT
 
 from llmtrain.checkpoint.candidates import _EVENTS
 from llmtrain.errors import EXIT_CODES
-from llmtrain.rundir import contents, fields
-from llmtrain.rundir.events import WORDS
+from llmtrain.rundir import contents, record
+from llmtrain.rundir.record import WORDS
 from llmtrain.rundir.status import _EMPTY
 from llmtrain.tools.doctor.doctor import NAMES
 from llmtrain.types import Evaluation, Sample
@@ -56,11 +56,11 @@ def test_every_name_in_a_run_directory_has_words():
 
 
 def test_the_fields_of_status_and_of_what_is_recorded_whole_have_words():
-    assert fields.STATUS.keys() == _EMPTY.keys()
-    assert fields.FIELDS.keys() == fields.KINDS.keys()
+    assert record.STATUS.keys() == _EMPTY.keys()
+    assert record.FIELDS.keys() == record.KINDS.keys()
     scored = set(Evaluation.__dataclass_fields__) - {"sources"} | {"split"}
-    assert fields.FIELDS["eval"].keys() == scored
-    assert fields.FIELDS["sample"].keys() == set(Sample.__dataclass_fields__)
+    assert record.FIELDS["eval"].keys() == scored
+    assert record.FIELDS["sample"].keys() == set(Sample.__dataclass_fields__)
 
 
 def test_supervise_says_what_it_does_for_each_exit_code():

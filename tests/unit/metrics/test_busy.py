@@ -2,9 +2,8 @@ import io
 
 import pytest
 
-from llmtrain import heartbeat
-from llmtrain.metrics.busy import Busy
-from llmtrain.metrics.progress import Progress
+from llmtrain import system
+from llmtrain.metrics.progress import Busy, Progress
 
 
 def told(seconds: int, *, loop: bool = False, shown: dict[int, str] | None = None) -> list[str]:
@@ -18,7 +17,7 @@ def told(seconds: int, *, loop: bool = False, shown: dict[int, str] | None = Non
     for second in range(1, seconds + 1):
         if shown and second in shown:
             progress.note(shown[second])
-        heartbeat.beat("looking into the files of the data", second, 500)
+        system.beat("looking into the files of the data", second, 500)
         busy.look()
     return out.getvalue()[begun:].splitlines()
 
@@ -52,5 +51,5 @@ def test_between_the_lines_of_slow_steps_nothing_is_told_for_a_minute() -> None:
     ("done", "of", "words"), [(0, 0, "waiting"), (1234, 0, "waiting (1,234)"), (0, 9, "waiting")]
 )
 def test_a_count_that_is_not_known_is_left_out(done: int, of: int, words: str) -> None:
-    heartbeat.beat("waiting", done, of)
-    assert heartbeat.in_words() == words
+    system.beat("waiting", done, of)
+    assert system.beat_in_words() == words

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from llmtrain.metrics.profile import Profile
+from llmtrain.metrics.memory import Profile
 
 
 def work(steps, profile):

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.metrics import services
-from llmtrain.metrics.services import Case, open_service
-from llmtrain.metrics.trackers import open_trackers
+from llmtrain.metrics import trackers
+from llmtrain.metrics.trackers import Case, open_service, open_trackers
 
 IDS = "trackers.json"
 CONFIG = {"run.dir": "runs/a", "optimizer.learning_rate": 0.1, "evaluation.prompts": ["The sea"]}
@@ -86,7 +85,7 @@ class Trackio:
 @pytest.fixture(scope="session")
 def trackio_store(tmp_path_factory):
     """The directory that trackio has for this process, since it reads the variable once."""
-    with services._variable("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio"))):
+    with trackers._variable("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio"))):
         trackio = pytest.importorskip("trackio", reason="trackio is not installed")
     return trackio.utils.TRACKIO_DIR
 
@@ -105,7 +104,7 @@ def no_network(monkeypatch):
     """Fail after a test in which somebody has asked for a connection."""
     for variable in ("HF_TOKEN", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(variable, raising=False)
-    for variable, value in services._MLFLOW_VARIABLES.items():
+    for variable, value in trackers._MLFLOW_VARIABLES.items():
         monkeypatch.setenv(variable, value)  # so that it is gone after the test
     asked = []
 
@@ -288,10 +287,10 @@ def test_what_mlflow_is_told_is_left_to_the_user_where_they_have_set_it(monkeypa
 
 def test_a_variable_is_set_for_a_while_unless_it_is_set(monkeypatch):
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    with services._variable("TRACKIO_DIR", "ours"):
+    with trackers._variable("TRACKIO_DIR", "ours"):
         assert os.environ["TRACKIO_DIR"] == "ours"
     assert "TRACKIO_DIR" not in os.environ
     monkeypatch.setenv("TRACKIO_DIR", "theirs")
-    with services._variable("TRACKIO_DIR", "ours"):
+    with trackers._variable("TRACKIO_DIR", "ours"):
         assert os.environ["TRACKIO_DIR"] == "theirs"
     assert os.environ["TRACKIO_DIR"] == "theirs"

@@ -16,8 +16,7 @@ from helpers.rings import needs
 from llmtrain.config.schema import TrackerName
 from llmtrain.errors import RunError, UserError
 from llmtrain.metrics import trackers
-from llmtrain.metrics.services import Opened
-from llmtrain.metrics.trackers import check_installed, open_trackers
+from llmtrain.metrics.trackers import Opened, check_installed, open_trackers
 
 ROOT = Path(__file__).parents[3]
 IDS = "trackers.json"
@@ -245,7 +244,7 @@ def test_a_disk_that_takes_no_ids_is_said(tmp_path, events, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trackers.durable, "write", full)
+    monkeypatch.setattr(trackers.system, "write_durably", full)
     with pytest.raises(RunError, match="No space left") as raised:
         opened(tmp_path, events)
     assert raised.value.exit_code == 74

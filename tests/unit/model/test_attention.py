@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.model import attention, recompute
-from llmtrain.model.attention import NAME, OtherAttentionError, install
+from llmtrain.model import attention, shape
+from llmtrain.model.attention import NAME, OtherAttentionError, document_tensors, install
 from llmtrain.model.count import fake_tensors
-from llmtrain.model.documents import document_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
 
 CPU = torch.device("cpu")
@@ -307,7 +306,7 @@ def test_recomputed_activations_give_the_same_gradients(kind: str, ids: Tensor) 
     found = []
     for recomputed in (False, True):
         if recomputed:
-            recompute.apply(model, "full")
+            shape.apply_checkpointing(model, "full")
         torch.manual_seed(2)
         loss = LossModule(model.train())(ids, ids, **hidden(model))
         loss.backward()
@@ -546,7 +545,7 @@ def test_a_kernel_is_chosen_for_what_is_computed_again_too(
     model = build("llama", "sdpa").train()
     if own:
         install(model, SEQ_LEN)
-    recompute.apply(model, checkpointing)
+    shape.apply_checkpointing(model, checkpointing)
     forwards = 2 if checkpointing == "none" else 4  # two layers, each once or twice
     module = LossModule(model)
     with attention.kernels("math"), Operations() as seen:

@@ -12,7 +12,7 @@ from llmtrain.errors import UserError
 from llmtrain.model.base import Base
 from llmtrain.model.build import build, model_config, rebuild, skeleton, stored_config
 from llmtrain.model.tokenizer import SpecialTokens
-from llmtrain.training.start.base import find_base
+from llmtrain.training.start.frozen import find_base
 
 TOKENS = SpecialTokens(length=300, bos=0, eos=0, pad=0)
 LLAMA = {

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.model import attention, compile, recompute
-from llmtrain.model.documents import document_tensors
+from llmtrain.model import attention, compile, shape
+from llmtrain.model.attention import document_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.types import Compiled
 
@@ -84,7 +84,7 @@ def build(kind: str, mode: Compiled, checkpointing: str = "none", **changes: Any
     config = CONFIG_MAPPING[kind](**fields)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     assert attention.install(model, SEQ_LEN) == attention.NAME
-    recompute.apply(model, checkpointing)
+    shape.apply_checkpointing(model, checkpointing)
     compile.compile_blocks(model, mode)
     return LossModule(model).train()
 

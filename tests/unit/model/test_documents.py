@@ -16,8 +16,7 @@ from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lanes
 from llmtrain.data.state import DataState
 from llmtrain.model import attention
-from llmtrain.model.attention import NAME
-from llmtrain.model.documents import document_tensors, round_up
+from llmtrain.model.attention import NAME, document_tensors, round_up
 from llmtrain.model.loss import LossModule
 
 CPU = torch.device("cpu")

@@ -8,12 +8,10 @@ from helpers.rings import needs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.config.schema import AdapterConfig
-from llmtrain.model import attention
+from llmtrain.model import attention, trainable
 from llmtrain.model.count import fake_tensors
-from llmtrain.model.head import Head, examine, why_wrapped
-from llmtrain.model.loss import LossModule
+from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
 from llmtrain.model.shape import from_config
-from llmtrain.model.trainable import adapters
 
 SMALL = {
     "vocab_size": 97,
@@ -143,7 +141,7 @@ def test_pf_3_the_loss_of_a_router_is_added(kind: str) -> None:
 def adapted(kind: str, tokens: tuple[int, ...] = (), targets: Any = "auto", **more: Any) -> Any:
     model = build(kind, **more)
     attention.install(model, 17)
-    adapters.attach(model, AdapterConfig(kind="lora", r=4, targets=targets), tokens)
+    trainable.attach(model, AdapterConfig(kind="lora", r=4, targets=targets), tokens)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

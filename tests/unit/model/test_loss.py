@@ -3,8 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.model.head import Head
-from llmtrain.model.loss import LossModule, made_up_batch
+from llmtrain.model.loss import Head, LossModule, made_up_batch
 
 SHAPES = {
     "llama": {

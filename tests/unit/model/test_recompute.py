@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
-from llmtrain.model import recompute
-from llmtrain.model.trainable.freeze import freeze
+from llmtrain.model import shape
+from llmtrain.model.trainable import freeze
 
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 SMALL = {
@@ -39,7 +39,7 @@ def build(kind: str, **changes: Any) -> PreTrainedModel:
 def gradients(model: PreTrainedModel, checkpointing: str) -> dict[str, torch.Tensor | None]:
     """Of a copy, from the same random state."""
     twin = copy.deepcopy(model)
-    recompute.apply(twin, checkpointing)
+    shape.apply_checkpointing(twin, checkpointing)
     torch.manual_seed(1)
     twin(IDS, use_cache=False).logits.float().square().sum().backward()
     return {name: p.grad for name, p in twin.named_parameters()}
@@ -116,9 +116,9 @@ def test_blocks_below_the_first_trained_parameter_are_not_computed_again() -> No
 
 def test_none_changes_nothing() -> None:
     model = build("llama")
-    recompute.apply(model, "none")
+    shape.apply_checkpointing(model, "none")
     assert not any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
-    recompute.apply(model, "full")
+    shape.apply_checkpointing(model, "full")
     assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
 
 
@@ -128,5 +128,5 @@ def test_a_model_that_does_not_support_it_is_refused() -> None:
     assert isinstance(model, nn.Module)
     assert not model.supports_gradient_checkpointing
     with pytest.raises(UserError, match=r"model\.activation_checkpointing = full") as raised:
-        recompute.apply(model, "full")
+        shape.apply_checkpointing(model, "full")
     assert "ctrl" in str(raised.value)

@@ -17,14 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
-from llmtrain.model import attention, rope
-from llmtrain.model.documents import document_tensors, padding_tensors
+from llmtrain.model import attention
+from llmtrain.model.attention import document_tensors, padding_tensors
 from llmtrain.model.loss import LossModule
-from llmtrain.training.start.trials.isolation import (
-    bare_forward,
-    check_documents_apart,
-    check_padding,
-)
+from llmtrain.training.start.trials import bare_forward, check_documents_apart, check_padding
 
 CPU = torch.device("cpu")
 SEQ_LEN, ORIGINAL = 96, 32
@@ -140,7 +136,7 @@ def test_rows_that_are_padded_on_the_right_are_as_alone() -> None:
     """Padding has position 0, so that it makes no row longer."""
     ids, lengths = some_ids(3), [20, 32, 90]
     plain, model = build("llama", MODELS["llama"]), build("llama", MODELS["llama"])
-    rope.by_document(model)
+    attention.rope_by_document(model)
     labels = np.full(ids.shape, -100)
     for row, length in enumerate(lengths):
         labels[row, [0, length - 1]] = 1
@@ -174,7 +170,7 @@ def test_the_gradient_is_that_of_each_document_alone() -> None:
 def test_up_to_the_original_length_no_bit_changes() -> None:
     ids, starts = some_ids(2)[:, :ORIGINAL], [np.array([0, 7]), np.array([0])]
     plain, model = build("phi3", MODELS["phi3"]), build("phi3", MODELS["phi3"])
-    rope.by_document(model)
+    attention.rope_by_document(model)
     documents = document_tensors(starts, ORIGINAL, "sdpa", CPU)
     one, other = (each(ids, use_cache=False, **documents).logits for each in (plain, model))
     assert torch.equal(one, other)
@@ -184,7 +180,7 @@ def test_up_to_the_original_length_no_bit_changes() -> None:
 @torch.no_grad()
 def test_a_text_by_itself_and_its_generation_are_transformers_own(kind: str) -> None:
     plain, model = build(kind, MODELS[kind]), build(kind, MODELS[kind])
-    rope.by_document(model)
+    attention.rope_by_document(model)
     for length in (5, 32, 33, 96):
         ids = some_ids(1)[:, :length]
         assert torch.equal(model(ids).logits, plain(ids).logits)
@@ -214,7 +210,7 @@ def test_the_check_refuses_a_rope_that_chooses_for_the_whole_micro_batch(
     forward = {}
     for chosen in ("by document", "together"):
         if chosen == "together":
-            monkeypatch.setattr(rope, "by_document", lambda model: None)
+            monkeypatch.setattr(attention, "rope_by_document", lambda model: None)
         model = build(kind, MODELS[kind], scale)
         attention.install(model, SEQ_LEN)
         forward[chosen] = model, bare_forward(model, CPU, precision)
@@ -248,12 +244,15 @@ def test_dynamic_ntk_is_refused_beyond_its_length_and_passes_up_to_it(precision:
 def test_which_ropes_depend_on_length() -> None:
     dynamic = {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}
     assert {
-        kind: rope.change(build(kind, fields)) for kind, fields in MODELS.items()
+        kind: attention.rope_change(build(kind, fields)) for kind, fields in MODELS.items()
     } == dict.fromkeys(MODELS, ("longrope", ORIGINAL))
-    assert rope.change(build("llama", dynamic)) == ("dynamic", 64)
-    assert rope.change(build("llama", {})) is None
+    assert attention.rope_change(build("llama", dynamic)) == ("dynamic", 64)
+    assert attention.rope_change(build("llama", {})) is None
     gpt2 = {"n_embd": 32, "n_layer": 1, "n_head": 4}
-    assert rope.change(AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt2"](**gpt2))) is None
+    assert (
+        attention.rope_change(AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt2"](**gpt2)))
+        is None
+    )
 
 
 def test_the_choice_is_installed_once() -> None:

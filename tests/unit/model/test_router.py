@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.model import attention
-from llmtrain.model.documents import padding_tensors
+from llmtrain.model.attention import padding_tensors
 from llmtrain.model.loss import LossModule
 
 SEQ_LEN, SHARE = 96, 0.5  # the coefficient is made large

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import UserError
 from llmtrain.model import untrusted
-from llmtrain.training.start.base import find_base
+from llmtrain.training.start.frozen import find_base
 
 CONFIG = {
     "model_type": "llama",

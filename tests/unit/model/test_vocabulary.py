@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from llmtrain.model.shape import on_meta
-from llmtrain.model.vocabulary import grow, rows_for, set_rows
+from llmtrain.model.tokenizer import grow, rows_for, set_rows
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL |= {"intermediate_size": 12, "vocab_size": 50, "pad_token_id": 0}

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.rundir.auto import Auto
+from llmtrain.rundir.status import Auto
 
 
 def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path: Path) -> None:

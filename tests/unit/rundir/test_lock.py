@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import processes
+from llmtrain import system
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir import lock
 from llmtrain.rundir.lock import RunLock
@@ -113,7 +113,7 @@ def test_a_lock_left_on_this_host_is_taken_over(tmp_path, fields, reason):
 @pytest.mark.launches
 def test_a_live_process_that_does_not_hold_the_flock_keeps_the_lock(tmp_path):
     parent = os.getppid()
-    left_by(tmp_path, pid=parent, started=processes.start_time(parent))
+    left_by(tmp_path, pid=parent, started=system.start_time(parent))
     with pytest.raises(UserError, match=f"pid {parent}"), RunLock(tmp_path, "ours"):
         pass
 
@@ -299,7 +299,7 @@ def test_without_flock_a_lock_is_held_while_its_process_lives(tmp_path, monkeypa
 
     monkeypatch.setattr("fcntl.flock", flock)
     parent = os.getppid()
-    left_by(tmp_path, pid=parent, started=processes.start_time(parent))
+    left_by(tmp_path, pid=parent, started=system.start_time(parent))
     assert lock.is_held(tmp_path)
     left_by(tmp_path)
     assert not lock.is_held(tmp_path)

@@ -15,8 +15,7 @@ from llmtrain.report.collect import collect, joined
 from llmtrain.report.page import inline
 from llmtrain.rundir import record
 from llmtrain.rundir.goodput import goodput
-from llmtrain.rundir.record import Lines, short_record
-from llmtrain.rundir.tail import Tail
+from llmtrain.rundir.record import Lines, Tail, short_record
 from llmtrain.tools.watch import Watcher
 
 COUNT = 12_000  # 5.5 MB

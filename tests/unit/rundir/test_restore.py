@@ -2,8 +2,8 @@ import shutil
 
 import pytest
 
-from llmtrain import durable
-from llmtrain.rundir.restore import Originals
+from llmtrain import system
+from llmtrain.rundir.contents import Originals
 
 FILES = {
     "config.yaml": b"run: {}\n",
@@ -37,7 +37,7 @@ def files(run_dir):
 
 
 def test_nothing_is_written_while_all_is_there(run_dir, originals, monkeypatch):
-    monkeypatch.setattr(durable, "write", None)
+    monkeypatch.setattr(system, "write_durably", None)
     assert originals.restore() == []
 
 

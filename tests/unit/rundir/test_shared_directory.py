@@ -9,8 +9,7 @@ import pytest
 from helpers.checkpoints import on_ranks
 
 from llmtrain.errors import PeerError, UserError
-from llmtrain.rundir.contents import SHARED
-from llmtrain.rundir.shared_directory import check_shared
+from llmtrain.rundir.contents import SHARED, check_shared
 from llmtrain.types import Ranks
 
 

@@ -3,7 +3,7 @@ import shutil
 
 from helpers import runs
 
-from llmtrain.rundir.tail import Tail
+from llmtrain.rundir.record import Tail
 
 
 def append(path, text):

@@ -8,7 +8,7 @@ from helpers.config import loaded
 import llmtrain
 from llmtrain.cli.plan_view import plan_lines
 from llmtrain.distributed.engines import accelerator
-from llmtrain.distributed.engines.products import Rates
+from llmtrain.distributed.engines.accelerator import Rates
 from llmtrain.distributed.plan.memory import PARTS
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError

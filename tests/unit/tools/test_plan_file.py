@@ -7,8 +7,7 @@ import yaml
 from helpers.on_paper import gpus
 
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.tools.launch.file import read_launch_file
-from llmtrain.tools.plan_file import launch_values, write_launch_file
+from llmtrain.tools.launch.file import launch_values, read_launch_file, write_launch_file
 
 FILES = Path(__file__).parents[3] / "accelerate_configs"
 CPU = Hardware(2**33, None, 2, 1, cpu=True)

@@ -1,6 +1,6 @@
 from html.parser import HTMLParser
 
-from llmtrain.tools.plan_table import table
+from llmtrain.tools.plan import table
 
 GIB = 2**30
 

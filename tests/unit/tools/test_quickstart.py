@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config.load import load_config
-from llmtrain.tools import quickstart as module
+from llmtrain.tools import recipes as module
 from llmtrain.tools.launch.launch import Ended
 
 
@@ -36,7 +36,7 @@ def test_the_quickstart_never_imports_deepspeed(tmp_path, strategy):
     """
     program = (
         "import sys, llmtrain\n"
-        "from llmtrain.tools.quickstart import CONFIG\n"
+        "from llmtrain.tools.recipes import CONFIG\n"
         "assert 'deepspeed' not in sys.modules\n"
         "given = ['training.steps=1', 'run.dir=run', 'data.workers=0']\n"
         f"given.append('distributed.strategy={strategy}')\n"

@@ -7,7 +7,7 @@ import pytest
 from helpers import runs
 
 from llmtrain.errors import UserError
-from llmtrain.processes import start_time
+from llmtrain.system import start_time
 from llmtrain.tools.watch import Watcher
 
 

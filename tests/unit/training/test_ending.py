@@ -12,13 +12,13 @@ import torch
 from helpers.tiny import lines
 
 from llmtrain.agreement import Alone, failure
-from llmtrain.checkpoint.retry import StoppedError
+from llmtrain.checkpoint.files import StoppedError
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.rundir import failures
 from llmtrain.rundir.status import read_status
 from llmtrain.training.ending import StoppedEarlyError, record_end, report_documents, stoppable
 from llmtrain.training.run.journal import Journal
-from llmtrain.training.stop.signals import Signals
+from llmtrain.training.stop import Signals
 
 
 class Asked(Signals):

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.agreement import Alone
-from llmtrain.data.heldout_set import HeldOut, Part
+from llmtrain.data.heldout import HeldOut, Part
 from llmtrain.model.loss import LossModule
 from llmtrain.training.evaluate import by_source, evaluate
 from llmtrain.types import NOT_TRAINED, Evaluation, Flags

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.training.muon import Muon, orthogonalize
+from llmtrain.training.optimizer import Muon, orthogonalize
 
 SETTINGS = torch.optim.Muon([torch.zeros(2, 2)]).defaults
 SHAPES = [(24, 24), (16, 40), (40, 16), (2, 9)]

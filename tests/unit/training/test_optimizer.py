@@ -7,12 +7,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, GroupConfig, OptimizerConfig
-from llmtrain.distributed import optimizer_state
 from llmtrain.distributed.engines.state import create_state
+from llmtrain.distributed.plan import memory
 from llmtrain.errors import UserError
-from llmtrain.model.trainable import adapters
-from llmtrain.training.muon import Muon
-from llmtrain.training.optimizer import algorithms, arrange, make_optimizer
+from llmtrain.model import trainable
+from llmtrain.training.optimizer import Muon, algorithms, arrange, make_optimizer
 
 
 def tiny(tied: bool, **changes: int) -> LlamaForCausalLM:
@@ -226,7 +225,7 @@ def test_an_update_of_muon_has_the_size_of_one_of_adamw() -> None:
 
 
 def test_8_bit_adamw_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_state.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'llmtrain\[quantized\]'"):
         make_optimizer(tiny(True), config(name="adamw_8bit"))
 
@@ -247,7 +246,7 @@ def test_8_bit_adamw_is_near_adamw() -> None:
 
 def test_of_adapters_a_alone_decays() -> None:
     model = tiny(tied=True)
-    adapters.attach(model, AdapterConfig(kind="dora", r=2), (3, 4))
+    trainable.attach(model, AdapterConfig(kind="dora", r=2), (3, 4))
     names = decayed(model)
     assert names
     assert all(name.endswith(".lora_A.default.weight") for name in names)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llmtrain.data.chat.end_of_turn import EndOfTurn
+from llmtrain.training.evaluate import sample
 from llmtrain.training.run.due import Due
-from llmtrain.training.sample import sample
 
 EOS = 0
 VOCABULARY = 5

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 
 from llmtrain.config.schema import OptimizerConfig
-from llmtrain.training.schedule import learning_rate_factor, warmup_steps
+from llmtrain.training.optimizer import learning_rate_factor, warmup_steps
 
 
 def factors(steps: int, **keys: object) -> list[float]:

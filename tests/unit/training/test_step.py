@@ -18,14 +18,14 @@ from helpers.tiny import lines, tiny_config, write_config
 
 import llmtrain
 from llmtrain.config.schema import DistributedConfig
-from llmtrain.distributed.engines import clipping
+from llmtrain.distributed.engines import engine
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.training import loop
+from llmtrain.training import stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import host_part
-from llmtrain.training.stop import requests
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags
 
 ROOT = Path(__file__).parents[3]
@@ -75,7 +75,7 @@ def test_pf_6_a_step_reads_nothing_from_the_device(
     config: Any, monkeypatch: pytest.MonkeyPatch, counting: ModuleType
 ) -> None:
     """As where operations are queued. The last step, behind which the run is saved, is left out."""
-    monkeypatch.setattr(clipping, "queues", lambda device: True)
+    monkeypatch.setattr(engine, "is_asynchronous", lambda device: True)
     found: list[str] = []
     sent_up: list[object] = []
     made, reading = torch.tensor, counting.reads(found)
@@ -133,7 +133,7 @@ def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # On a busy machine every step would take longer than these, and have the calls of both.
-    monkeypatch.setattr(requests, "_LOOK_SECONDS", math.inf)
+    monkeypatch.setattr(requests, "_FILES_SECONDS", math.inf)
     monkeypatch.setattr(journal, "_STATUS_SECONDS", math.inf)
     settings = importlib.import_module("loop").settings(tmp_path / "run", counting.STEPS)
     found = added(counting.row(llmtrain.load_config(write_config(tmp_path, settings))))

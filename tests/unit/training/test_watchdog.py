@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.ranks import until
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.rundir import failures
 from llmtrain.training import watchdog
 from llmtrain.training.watchdog import Watchdog, watching
@@ -34,7 +34,7 @@ class Record:
 
 @pytest.fixture
 def record(tmp_path: Path) -> Record:
-    heartbeat.beat("a micro-batch")
+    system.beat("a micro-batch")
     return Record(tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_ux_09_a_hang_is_reported_once_and_ended_before_the_peers_give_up(
 def test_one_long_call_of_a_library_is_told_late_and_never_ended(
     record: Record, phase: str
 ) -> None:
-    heartbeat.beat(phase)
+    system.beat(phase)
     assert reported(record, None, 20, 4000) == ([600], [])
 
 
@@ -151,13 +151,13 @@ def test_progress_begins_the_count_anew_and_another_hang_is_another_report(recor
     for _ in range(3):
         for _ in range(299):
             dog.look()
-        heartbeat.beat("the reduction of a step")
+        system.beat("the reduction of a step")
     dog.look()
     assert record.events == []
     for _ in range(2):
         for _ in range(500):
             dog.look()
-        heartbeat.beat("a micro-batch")
+        system.beat("a micro-batch")
         dog.look()
     phases = [detail["phase"] for _, _, detail in record.events]
     assert phases == ["the reduction of a step", "a micro-batch"]
@@ -215,4 +215,4 @@ def test_the_long_calls_have_the_names_that_the_start_gives_them() -> None:
     package = Path(watchdog.__file__).parents[1]
     said = "".join(path.read_text() for path in package.rglob("*.py") if path.stem != "watchdog")
     for phase in watchdog._LONG:
-        assert f'heartbeat.beat("{phase}"' in said
+        assert f'beat("{phase}"' in said

@@ -10,7 +10,7 @@ from llmtrain.data.manifest import glance
 from llmtrain.errors import harmless
 from llmtrain.model.base import Base
 from llmtrain.rundir import contents, record
-from llmtrain.tools.use.adapters import base_of
+from llmtrain.tools.use.load import base_of_adapter
 from llmtrain.tools.use.target import Target
 
 _SHOWN_VERSIONS = ("llmtrain", "torch", "transformers", "peft")
@@ -74,7 +74,7 @@ def _losses(target: Target) -> Iterator[tuple[str, float]]:
 def _base(target: Target) -> Base | None:
     """Return the model that training started from; None for one trained from scratch."""
     if target.is_adapter:
-        return base_of(target.directory)
+        return base_of_adapter(target.directory)
     frozen: Mapping[str, Any] = (target.state.get("auto") or {}).get("run") or {}
     kept = frozen.get("base")
     return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None

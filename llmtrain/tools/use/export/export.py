@@ -16,20 +16,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import durable
+from llmtrain import system
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint import read
 from llmtrain.distributed.engines import state
+from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, needed_on_disk, raise_any
 from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model.trainable import BASE_FILE, CONFIG_FILE
 from llmtrain.model.untrusted import INDEX
-from llmtrain.tools.use import adapters, tensors
-from llmtrain.tools.use.export import card, hub, merge
+from llmtrain.tools.use import load, tensors
+from llmtrain.tools.use.export import card, merge, proof
 from llmtrain.tools.use.export.merge import Weights
 from llmtrain.tools.use.export.proof import Losses, compare
 from llmtrain.tools.use.load import base_directory
-from llmtrain.tools.use.target import KEY, Target, find
+from llmtrain.tools.use.target import KEY, Target, find_target
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # Files of a checkpoint that an export writes itself, or that belong to the run.
@@ -87,10 +89,10 @@ def export(
     Raises UserError for bad input, RunError 74 if the disk fails, 1 if the export computes another
     loss than the run.
     """
-    target, out = find(str(run_or_checkpoint)), Path(out)
+    target, out = find_target(str(run_or_checkpoint)), Path(out)
     raise_any(_problems(target, out, dtype, merge_adapters, shard_gb, push))
     if push is not None:
-        hub.check(push)
+        proof.check_repository(push)
     if target.is_adapter:
         base_directory(target.directory)  # it is there, or no work is begun
     told(f"verifying {target.directory.name}")
@@ -104,11 +106,11 @@ def export(
         losses = compare(target, partial, dtype)
     sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in _files(partial)}
     with needed_on_disk(out):
-        durable.sync_directory(*form.parents(partial, sizes))
+        system.sync_directory(*form.parents(partial, sizes))
         partial.rename(out)
-        durable.sync_directory(out.absolute().parent)
+        system.sync_directory(out.absolute().parent)
     assert target.step is not None
-    address = None if push is None else hub.upload(out, push)
+    address = None if push is None else proof.upload(out, push)
     return Exported(out, target.step, sizes, losses, address)
 
 
@@ -130,7 +132,7 @@ def _problems(
         expected = "a checkpoint of adapters; this one is a whole model already"
         yield Problem("--merge-adapters", target.given, expected, "leave it out")
     alone = push is not None and target.is_adapter and not merge_adapters
-    if alone and Path(base := adapters.base_of(target.directory).path).is_dir():
+    if alone and Path(base := load.base_of_adapter(target.directory).path).is_dir():
         expected = f"an adapter whose base is on the Hub; nobody else has {base}"
         yield Problem("--push", push, expected, "--merge-adapters")
     if not 0 < shard_gb < 1 << 20:
@@ -197,17 +199,17 @@ def _weights(target: Target, listed: Collection[str], dtype: str) -> Weights:
 
 
 def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
-    stored = tensors.Stored.of(directory, adapters.WEIGHTS)
+    stored = tensors.Stored.of(directory, ADAPTER)
     specs = merge.cast_specs(stored.specs, dtype)
-    spec = {adapters.WEIGHTS: dict(sorted(specs.items()))}
+    spec = {ADAPTER: dict(sorted(specs.items()))}
     tensors.write(partial, spec, lambda name: [merge.cast(stored.read(name), dtype)])
-    names = [name for name in (adapters.CONFIG, adapters.BASE) if (directory / name).exists()]
+    names = [name for name in (CONFIG_FILE, BASE_FILE) if (directory / name).exists()]
     _write_small(partial, {name: (directory / name).read_bytes() for name in names})
 
 
 def _copy(directory: Path, listed: Collection[str], partial: Path, readme: str) -> None:
     """Take the tokenizer's files and the generation config as they are; add the card."""
-    ours = {adapters.CONFIG, adapters.BASE, adapters.WEIGHTS, *_OWN}
+    ours = {CONFIG_FILE, BASE_FILE, ADAPTER, *_OWN}
     taken = [name for name in listed if name not in ours and not name.endswith(form.TENSORS)]
     files = {name: (directory / name).read_bytes() for name in taken}
     _write_small(partial, {**files, "README.md": readme.encode()})

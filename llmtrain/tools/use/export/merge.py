@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config.schema import ModelConfig
-from llmtrain.distributed.engines.state import persistent_buffers
+from llmtrain.distributed.engines.state import ADAPTER, persistent_buffers
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import build
+from llmtrain.model import build, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.shape import on_meta
-from llmtrain.model.trainable import quantized
-from llmtrain.model.vocabulary import longer
-from llmtrain.tools.use import adapters, four_bits, tensors
+from llmtrain.model.tokenizer import longer
+from llmtrain.tools.use import load, tensors
 from llmtrain.tools.use.load import base_directory, config_of, rows_of
-from llmtrain.tools.use.target import Target
+from llmtrain.tools.use.target import Target, are_held, round_weight
 from llmtrain.tools.use.tensors import Stored
 from llmtrain.types import DTYPES, TensorSpec
 
@@ -99,8 +98,10 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
     own, tied = _tensors(skeleton), _tied_names(skeleton)
-    in_four_bits = four_bits.are_held(target.state)
-    rounded = {f"{name}.weight" for name in quantized.layers(skeleton)} if in_four_bits else ()
+    in_four_bits = are_held(target.state)
+    rounded = (
+        {f"{name}.weight" for name in trainable.linear_layers(skeleton)} if in_four_bits else ()
+    )
     layers = _layers(skeleton, directory)
     for name in layers.keys() - own.keys() - tied.keys():  # of stacked experts, by name
         raise _unmergeable(directory, next(iter(layers[name].parts.values())))
@@ -108,7 +109,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     if apart:
         config.tie_word_embeddings = text.tie_word_embeddings = False
     own |= {name: own[tied[name]] for name in apart}
-    stored = Stored.of(directory, adapters.WEIGHTS)
+    stored = Stored.of(directory, ADAPTER)
 
     def read(name: str) -> Iterator[Tensor]:
         first, rows = tied.get(name, name), own[name].shape[:1]
@@ -119,7 +120,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
         if rows:
             tensor = longer(tensor, rows[0])
         if name in rounded:
-            tensor = four_bits.round_weight(tensor, target.state)
+            tensor = round_weight(tensor, target.state)
         if layer := layers.get(name):
             values = {leaf: stored.read(file).float() for leaf, file in layer.parts.items()}
             tensor = _merge(layer.module, tensor.float(), values)
@@ -135,7 +136,7 @@ def _layers(skeleton: Any, directory: Path) -> dict[str, Layer]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found = adapters.inject(skeleton, directory)
+    found = load.inject_adapter(skeleton, directory)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     layers = {
         name: Layer(module, {})
@@ -154,7 +155,7 @@ def _layers(skeleton: Any, directory: Path) -> dict[str, Layer]:
 
 def _unmergeable(directory: Path, name: str) -> UserError:
     expected = "an adapter of low-rank layers and token rows alone, which can be merged"
-    return UserError(Problem(str(directory / adapters.WEIGHTS), name, expected))
+    return UserError(Problem(str(directory / ADAPTER), name, expected))
 
 
 def _merge(layer: Any, weight: Tensor, values: Mapping[str, Tensor]) -> Tensor:

@@ -5,6 +5,15 @@
 
 The other process needs the memory of one model. Its arithmetic is fp32, so only what was written
 can make a difference.
+
+A program that loads models as anybody would and prints their losses: the proof of an export.
+
+    {"models": […], "ids": [[…]], "labels": [[…]], "state": {…}} ─► [loss, …]
+
+Whole models are loaded by transformers and nothing else. Adapters are put by peft on the model that
+they name, which is held as `state`, of the checkpoint, says.
+
+Upload an export to a private repository of the Hub, with the token of the environment.
 """
 
 from __future__ import annotations
@@ -17,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.data import heldout_set
+from llmtrain.data import heldout
 from llmtrain.data.manifest import glance
-from llmtrain.errors import RunError
+from llmtrain.errors import Problem, RunError, UserError, first_line
 from llmtrain.rundir import contents
 from llmtrain.tools.use.target import Target
 
@@ -47,7 +56,7 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
         "state": {key: target.state.get(key) for key in ("config", "auto")},
         **_blocks(target),
     }
-    command = [sys.executable, "-m", "llmtrain.tools.use.export.reload"]
+    command = [sys.executable, "-m", "llmtrain.tools.use.export.proof"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         command,
@@ -70,7 +79,7 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
 
 def _blocks(target: Target) -> dict[str, Any]:
     """Return ids and labels of blocks of the run's held-out set; made-up ones if it has none."""
-    held = heldout_set.load(target.run_dir / contents.HELDOUT) if target.run_dir else None
+    held = heldout.load(target.run_dir / contents.HELDOUT) if target.run_dir else None
     if held is None or target.run_dir is None:
         rows, length = _MADE_UP
         ids = [[7 * row + step for step in range(length + 1)] for row in range(rows)]
@@ -81,3 +90,106 @@ def _blocks(target: Target) -> dict[str, Any]:
         "ids": [ids[:-1].tolist() for ids, _, _ in blocks],
         "labels": [labels.tolist() for _, labels, _ in blocks],
     }
+
+
+def main() -> None:
+    """Read models and blocks from stdin, print the loss of each model as one line of JSON."""
+    asked = json.load(sys.stdin)
+    losses = [_loss(Path(path), asked) for path in asked["models"]]
+    sys.stdout.write(f"{json.dumps(losses)}\n")
+
+
+def _loss(directory: Path, asked: dict[str, Any]) -> float:
+    """Return the mean loss of a model on the blocks, in nats. It is gone from memory then."""
+    import torch
+    from torch.nn import functional as F
+
+    from llmtrain.types import NOT_TRAINED
+
+    model, total, count = _load(directory, asked["state"]), 0.0, 0
+    with torch.no_grad():
+        for row, targets in zip(asked["ids"], asked["labels"], strict=True):
+            logits = model(torch.tensor([row]), use_cache=False).logits[0]
+            wanted = torch.tensor(targets)
+            loss = F.cross_entropy(logits, wanted, ignore_index=NOT_TRAINED, reduction="sum")
+            total += float(loss)
+            count += int((wanted != NOT_TRAINED).sum())
+    return total / max(1, count)
+
+
+def _load(directory: Path, state: dict[str, Any]) -> Any:
+    import torch
+
+    if (directory / "adapter_config.json").is_file():
+        from llmtrain.tools.use.load import open_model
+        from llmtrain.tools.use.target import Target
+
+        return open_model(Target(str(directory), directory, None, state)).model
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).eval()
+
+
+if __name__ == "__main__":
+    main()
+
+
+KEY = "--push"
+_TOKEN = "HF_TOKEN"
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError if there is no token, the name is not a Hub id, or the repository is public.
+
+    It asks the Hub, before anything is written. A token in a file of the Hub's client is not used.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if not os.environ.get(_TOKEN):
+        remedy = f"export {_TOKEN}=…, a token that may write"
+        raise UserError(Problem(KEY, name, f"a token in {_TOKEN}", remedy))
+    try:
+        private = _api().model_info(name).private
+    except RepositoryNotFoundError:
+        return
+    except _refusals() as error:
+        raise UserError(Problem(KEY, name, _expected(error))) from error
+    if not private:
+        raise UserError(Problem(KEY, name, "a private repository, or one that does not exist yet"))
+
+
+def upload(directory: Path, name: str) -> str:
+    """Make the repository if it does not exist, upload a directory, and return the address.
+
+    Raises UserError if the Hub refuses; the directory stays as it is.
+    """
+    try:
+        api = _api()
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=made.repo_id, folder_path=directory)
+    except _refusals() as error:
+        remedy = f"the export is complete: hf upload {name} {directory} uploads it"
+        raise UserError(Problem(KEY, name, _expected(error), remedy)) from error
+    return str(made)
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi(token=os.environ[_TOKEN])
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+    )
+
+    return HfHubHTTPError, HFValidationError, HTTPError, OSError
+
+
+def _expected(error: Exception) -> str:
+    return f"a repository that this token may write to: {first_line(error)}"

@@ -17,9 +17,9 @@ from helpers.chats import (
 )
 
 from llmtrain.data.chat.chat import Chat
-from llmtrain.data.chat.probe_rows import PROBES
 from llmtrain.data.chat.rendering import Conversation
 from llmtrain.data.chat.rows import BadRowError, Example
+from llmtrain.data.chat.template import PROBES
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 

@@ -2,7 +2,7 @@ import pytest
 from helpers.chats import library, make, open_chat, plain, talk, trained_texts
 from helpers.rings import needs
 
-from llmtrain.data.chat.control import END, START, longest, unmark
+from llmtrain.data.chat.encode import END, START, longest, unmark
 from llmtrain.data.chat.rows import BadRowError, Example
 
 

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus
 
-from llmtrain.data.documents.byte_ranges import column_spans, refetch_warning
+from llmtrain.data.documents.lines import column_spans, refetch_warning
 from llmtrain.data.manifest import Source, Unit
 from llmtrain.data.sources.local import File
 

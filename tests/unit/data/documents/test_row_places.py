@@ -7,8 +7,9 @@ import pytest
 from helpers import chats, corpus
 
 from llmtrain.data.chat.rows import BadRowError
-from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.documents.row_places import (
+from llmtrain.data.documents.reader import (
+    Reader,
+    Reading,
     bad_row,
     place_of_row,
     row_order,

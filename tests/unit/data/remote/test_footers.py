@@ -2,7 +2,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus
 
-from llmtrain.data.remote.footers import load_footer
+from llmtrain.data.remote.cache import load_footer
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import time
 import pytest
 from helpers import hub
 
-from llmtrain.data.remote import prefetch
-from llmtrain.data.remote.cache import Cache
-from llmtrain.data.remote.prefetch import Range, Ranges
-from llmtrain.data.remote.request import HubFile
-from llmtrain.data.remote.retry import Remote
+from llmtrain.data.remote import cache
+from llmtrain.data.remote.cache import Cache, Range, Ranges
+from llmtrain.data.remote.fetch import HubFile, Remote
 from llmtrain.errors import RunError, UserError
 
 CONTENT = bytes(range(256)) * 40
@@ -77,7 +75,7 @@ def test_what_is_waited_for_passes_what_is_expected(server, file):
 
 
 def test_the_bytes_that_are_read_ahead_have_a_budget(server, file, monkeypatch):
-    monkeypatch.setattr(prefetch, "AHEAD_BYTES", 150)
+    monkeypatch.setattr(cache, "AHEAD_BYTES", 150)
     found = ranges()
     found.expect(Range(file, 0, 100))
     found.expect(Range(file, 100, 200))  # together too much
@@ -124,7 +122,7 @@ def test_slices_of_one_group_cost_one_request(server, file):
 
 
 def test_what_is_kept_in_memory_has_a_limit(server, file, monkeypatch):
-    monkeypatch.setattr(prefetch, "KEPT_BYTES", 250)
+    monkeypatch.setattr(cache, "KEPT_BYTES", 250)
     found = ranges()
     for start in (0, 100, 200, 0):
         read(found, file, start, start + 100, again=True)

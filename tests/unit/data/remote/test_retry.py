@@ -11,12 +11,12 @@ import pytest
 from helpers import corpus, hub
 
 from llmtrain.config.binding import data_settings
-from llmtrain.data.documents import byte_ranges, units
+from llmtrain.data.documents import lines, units
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.manifest import Unit
-from llmtrain.data.remote import request, retry
-from llmtrain.data.remote.prefetch import Ranges
-from llmtrain.data.remote.request import HubFile
+from llmtrain.data.remote import fetch
+from llmtrain.data.remote.cache import Ranges
+from llmtrain.data.remote.fetch import HubFile
 from llmtrain.data.survey import survey
 from llmtrain.errors import RunError, UserError
 
@@ -47,7 +47,7 @@ def hub_file(server, content=CONTENT, name=NAME):
 
 
 def fetched(server, start=10, end=500, timeout=60, stop=None):
-    reader = retry.Remote(timeout, stop or Patience())
+    reader = fetch.Remote(timeout, stop or Patience())
     return reader.fetch(hub_file(server), start, end, reader.deadline())
 
 
@@ -57,7 +57,7 @@ def test_a_range_is_exactly_what_was_asked_for(server):
 
 
 def test_a_long_range_goes_in_pieces(server, monkeypatch):
-    monkeypatch.setattr(retry, "PIECE_BYTES", 100)
+    monkeypatch.setattr(fetch, "PIECE_BYTES", 100)
     assert fetched(server, 0, 950) == CONTENT[:950]
     assert server.requests["range"] == 10
 
@@ -77,9 +77,9 @@ def test_the_wait_that_the_server_asks_for_is_kept(server, wait):
 
 
 def test_waits_are_random_and_grow_to_a_minute_at_most():
-    far = retry.Remote(10_000).deadline()
+    far = fetch.Remote(10_000).deadline()
     for failures in range(20):
-        waits = [retry.back_off(failures, 0.0, far, "it", "why") for _ in range(50)]
+        waits = [fetch.back_off(failures, 0.0, far, "it", "why") for _ in range(50)]
         bound = min(60, 2**failures)
         assert 0 <= min(waits) < bound / 2 < max(waits) <= bound
 
@@ -132,7 +132,7 @@ def test_a_redirect_is_followed_without_the_token(server, monkeypatch):
 def test_a_signed_address_is_kept_until_it_expires(server):
     with hub.serving({NAME: CONTENT}) as store:
         server.store, store.uses = store, 3
-        reader = retry.Remote(60, Patience())
+        reader = fetch.Remote(60, Patience())
         for start in range(8):
             found = reader.fetch(hub_file(server), start, start + 5, reader.deadline())
             assert found == CONTENT[start : start + 5]
@@ -163,7 +163,7 @@ def test_a_file_of_another_size_was_replaced(server):
     with hub.serving({NAME: CONTENT}) as store:
         server.store = store
         longer = replace(hub_file(server), size=len(CONTENT) + 1)
-        reader = retry.Remote(60, Patience())
+        reader = fetch.Remote(60, Patience())
         with pytest.raises(UserError, match=f"a file of {len(CONTENT) + 1} bytes"):
             reader.fetch(longer, 0, 5, reader.deadline())
 
@@ -208,13 +208,13 @@ def test_failed_attempts_are_said_now_and_then(server, caplog):
 
 
 def test_retry_after_may_be_a_date_or_a_limit():
-    assert request.asked_wait({"retry-after": "12"}) == 12
+    assert fetch.asked_wait({"retry-after": "12"}) == 12
     date = formatdate(60 + datetime.now(UTC).timestamp())
-    assert 50 < request.asked_wait({"retry-after": date}) <= 60
-    assert request.asked_wait({"retry-after": "soon"}) == 0
-    assert request.asked_wait({"ratelimit": '"api";r=0;t=55'}) == 55
-    assert request.asked_wait({"ratelimit": '"api";r=9;t=55'}) == 0
-    assert request.asked_wait({}) == 0
+    assert 50 < fetch.asked_wait({"retry-after": date}) <= 60
+    assert fetch.asked_wait({"retry-after": "soon"}) == 0
+    assert fetch.asked_wait({"ratelimit": '"api";r=0;t=55'}) == 55
+    assert fetch.asked_wait({"ratelimit": '"api";r=9;t=55'}) == 0
+    assert fetch.asked_wait({}) == 0
 
 
 def test_huggingface_hub_asks_for_nothing_of_its_own(server, monkeypatch, tmp_path):
@@ -226,7 +226,7 @@ def test_huggingface_hub_asks_for_nothing_of_its_own(server, monkeypatch, tmp_pa
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
     monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    request.web_url("hf://datasets/a/b@main/c")
+    fetch.web_url("hf://datasets/a/b@main/c")
     assert fetched(server) == CONTENT[10:500]
     assert set(server.requests) == {"range"}
 
@@ -235,7 +235,7 @@ def test_nothing_is_asked_for_offline(server, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    file = Ranges(retry.Remote(60, Patience()), None).open(hub_file(server))
+    file = Ranges(fetch.Remote(60, Patience()), None).open(hub_file(server))
     with pytest.raises(UserError, match=f"bytes 0 to {len(CONTENT)} of {server.url(NAME)}"):
         file.readall()
     assert not server.requests
@@ -248,7 +248,7 @@ def test_a_range_file_reads_like_a_file():
         asked.append((start, end))
         return CONTENT[start:end]
 
-    file = retry.RangeFile(len(CONTENT), ask)
+    file = fetch.RangeFile(len(CONTENT), ask)
     assert file.seek(-5, io.SEEK_END) == len(CONTENT) - 5
     assert file.read(100) == CONTENT[-5:]
     assert file.read(1) == b""
@@ -265,7 +265,7 @@ def test_what_is_held_is_not_asked_for_again():
         asked.append((start, end))
         return CONTENT[start:end]
 
-    file = retry.RangeFile(len(CONTENT), ask)
+    file = fetch.RangeFile(len(CONTENT), ask)
     file.hold([(10, 100), (300, 400)])
     for start, end in [(10, 100), (350, 360), (20, 130)]:
         file.seek(start)
@@ -275,7 +275,7 @@ def test_what_is_held_is_not_asked_for_again():
 
 def test_errors_pass_through_pyarrow_as_they_are(server):
     server.faults.extend(["404"] * 3)
-    file = Ranges(retry.Remote(60, Patience()), None).open(hub_file(server))
+    file = Ranges(fetch.Remote(60, Patience()), None).open(hub_file(server))
     with pytest.raises(UserError, match="HTTP 404"):
         pq.ParquetFile(pa.PythonFile(file, "r"))
 
@@ -290,9 +290,7 @@ def test_units_read_over_the_network_are_those_of_the_local_file(tmp_path, name,
     local = survey(data_settings(corpus.config(tmp_path / name, lanes=1)), 1).sources[0]
     content = (tmp_path / name).read_bytes()
     with hub.serving({name: content}) as server:
-        monkeypatch.setattr(
-            byte_ranges, "web_url", lambda address: server.url(address.split("/")[-1])
-        )
+        monkeypatch.setattr(lines, "web_url", lambda address: server.url(address.split("/")[-1]))
         file = local.files[0]._replace(etag=hub.etag(content))
         away = replace(local, remote=True, root=f"hf://datasets/{hub.ID}@{hub.SHA}", files=(file,))
         here, there = Reader(Reading(60)), Reader(Reading(60), Patience())
@@ -310,9 +308,7 @@ def away(tmp_path, monkeypatch):
         local = survey(data_settings(corpus.config(path, lanes=lanes)), 1).sources[0]
         content = path.read_bytes()
         server.files[path.name] = content
-        monkeypatch.setattr(
-            byte_ranges, "web_url", lambda address: server.url(address.split("/")[-1])
-        )
+        monkeypatch.setattr(lines, "web_url", lambda address: server.url(address.split("/")[-1]))
         file = local.files[0]._replace(etag=hub.etag(content))
         root = f"hf://datasets/{hub.ID}@{hub.SHA}"
         return local, replace(local, remote=True, root=root, files=(file,)), server

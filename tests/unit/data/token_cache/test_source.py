@@ -8,12 +8,11 @@ import xxhash
 from helpers import corpus, megatron
 
 from llmtrain.config.binding import data_settings
-from llmtrain.data import heldout, heldout_set
+from llmtrain.data import heldout
 from llmtrain.data.audit.census import census
 from llmtrain.data.audit.epochs import epoch
 from llmtrain.data.audit.ledger import document_of, origins
-from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.documents.row_places import units_of
+from llmtrain.data.documents.reader import Reader, Reading, units_of
 from llmtrain.data.lanes import START, Lane
 from llmtrain.data.survey import check
 from llmtrain.data.token_cache import source as token_cache
@@ -167,7 +166,7 @@ def test_a_source_smaller_than_a_block_goes_round(place, tmp_path):
 def test_the_held_out_documents_are_those_that_are_evaluated(manifest, place, tmp_path):
     tokenizer = open_tokenizer(place / "tokenizer")
     heldout.prepare(manifest, Encoder(tokenizer), tmp_path / "eval", 1000, Reading(60))
-    found = heldout_set.load(tmp_path / "eval")
+    found = heldout.load(tmp_path / "eval")
     documents = [all_documents(place)[n] for n in held_out(manifest, place)]
     got = np.split(found.ids, found.starts)[1:]
     assert sorted(ids.tolist() for ids in got) == sorted(documents)
@@ -187,7 +186,7 @@ def test_as_evaluation_source_every_document_counts(place, tmp_path):
     tokenizer = open_tokenizer(place / "tokenizer")
     heldout.prepare(manifest, Encoder(tokenizer), tmp_path / "eval", 1000, Reading(60), sources)
     documents = [ids for ids in all_documents(place) if ids]
-    assert heldout_set.load(tmp_path / "eval").documents == len(documents) == 58
+    assert heldout.load(tmp_path / "eval").documents == len(documents) == 58
 
 
 def test_a_document_without_an_end_is_evaluated_with_one(place, tmp_path):
@@ -196,7 +195,7 @@ def test_a_document_without_an_end_is_evaluated_with_one(place, tmp_path):
     megatron.write(tmp_path / "x.idx", [[ids]] * 40)
     manifest = corpus.manifest_of(place / "tokenizer", tmp_path / "x.idx", heldout=0.5)
     heldout.prepare(manifest, Encoder(tokenizer), tmp_path / "eval", 3, Reading(60))
-    found = heldout_set.load(tmp_path / "eval")
+    found = heldout.load(tmp_path / "eval")
     assert found.ids.tolist() == [tokenizer.eos, *[*ids, tokenizer.eos] * 3]
     assert found.bytes == 3 * len("some words")
 

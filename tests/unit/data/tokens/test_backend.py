@@ -8,9 +8,8 @@ from helpers.vocabularies import edited, word_pieces
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.survey import some_texts, survey
-from llmtrain.data.tokens.backend import choose_tokenizer, first_difference
 from llmtrain.data.tokens.convert import byte_symbols
-from llmtrain.data.tokens.tokenizer import open_tokenizer
+from llmtrain.data.tokens.tokenizer import choose_tokenizer, first_difference, open_tokenizer
 
 TEXTS = [row["text"] for row in corpus.articles(20)]
 
@@ -93,7 +92,7 @@ def test_a_pattern_that_tiktoken_cannot_read_keeps_tokenizers(small, tmp_path, l
 
 
 def test_a_back_end_that_fails_on_a_long_text_is_not_taken(small, monkeypatch, log):
-    monkeypatch.setattr("llmtrain.data.tokens.backend.PART_CHARACTERS", 1 << 20)
+    monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 1 << 20)
     monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 1 << 20)
     assert choose_tokenizer(small, TEXTS).backend == "tokenizers"
     assert "tiktoken fails on 1048576 characters" in log.text

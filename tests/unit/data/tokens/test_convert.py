@@ -7,8 +7,7 @@ from helpers import corpus, vocabularies
 from helpers.rings import diagonal
 from helpers.vocabularies import description, edited, library_ids
 
-from llmtrain.data.tokens.convert import byte_symbols, convert, find_unreached, obstacles
-from llmtrain.data.tokens.probe_texts import PROBES
+from llmtrain.data.tokens.convert import PROBES, byte_symbols, convert, find_unreached, obstacles
 
 CONVERTIBLE = ["small", "sample", "gpt2", pytest.param("qwen3", marks=pytest.mark.wide)]
 QWEN = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"

@@ -8,7 +8,7 @@ from helpers import corpus, vocabularies
 from helpers.rings import diagonal
 from helpers.vocabularies import library_ids, shared, word_pieces
 
-from llmtrain.data.tokens.probe_texts import PROBES
+from llmtrain.data.tokens.convert import PROBES
 from llmtrain.data.tokens.tokenizer import PART_CHARACTERS, open_tokenizer, split_long
 from llmtrain.errors import UserError
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.data.tokens.train import END_OF_TEXT, tokenizer_config, train_bpe
+from llmtrain.data.tokens.tokenizer import END_OF_TEXT, tokenizer_config, train_bpe
 from llmtrain.errors import UserError
 
 TEXTS = [f"The river number {n} flows past {n * n} houses; its water is cold." for n in range(300)]
 ODD = "naïve 東京 🦊\r\n\t\x00 \u2028  <|endoftext|> e\u0301 don't 1234567\n\n"
 PROGRAM = """
-from llmtrain.data.tokens.train import train_bpe
+from llmtrain.data.tokens.tokenizer import train_bpe
 texts = [f"The river number {n} flows past {n * n} houses; its water is cold." for n in range(300)]
 print(train_bpe(texts, 400), end="")
 """
@@ -125,5 +125,5 @@ def test_fewer_entries_than_bytes_are_refused():
 
 @pytest.mark.launches
 def test_importing_the_module_does_not_import_tokenizers():
-    program = "import sys, llmtrain.data.tokens.train; sys.exit('tokenizers' in sys.modules)"
+    program = "import sys, llmtrain.data.tokens.tokenizer; sys.exit('tokenizers' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.distributed.engines.batch_norm import with_common_statistics
+from llmtrain.distributed.engines.fsdp import with_common_statistics
 from llmtrain.errors import UserError
 
 

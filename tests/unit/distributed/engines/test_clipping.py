@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from llmtrain.distributed.engines import clipping
+from llmtrain.distributed.engines import engine
 from llmtrain.types import SLOTS, StepVector
 
 AWKWARD = (0.0, 1e-300, 1e-12, 1.0, 1e76, 1.1579208923731618e77, 1e80, math.inf, math.nan)
@@ -24,9 +24,9 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, vector: StepVector, limit: float)
     """The bits of norm and factor, and whether the update is refused: queued, then on the host."""
     found = []
     for queued in (True, False):
-        monkeypatch.setattr(clipping, "queues", lambda device, queued=queued: queued)
-        decided = (clipping.norm(vector), clipping.clip_factor(vector, limit))
-        refused = clipping.refused(vector)
+        monkeypatch.setattr(engine, "is_asynchronous", lambda device, queued=queued: queued)
+        decided = (engine.gradient_norm(vector), engine.clip_factor(vector, limit))
+        refused = engine.is_refused(vector)
         assert all(isinstance(one, torch.Tensor) == queued for one in (*decided, refused))
         numbers = [] if bool(refused) else [struct.pack("<d", float(one)).hex() for one in decided]
         found.append([*numbers, str(bool(refused))])
@@ -73,7 +73,7 @@ def test_on_the_host_it_is_torchs_own_clipping() -> None:
     for one, gradient in zip(parameter, gradients, strict=True):
         one.grad = gradient.clone()
     norm = torch.nn.utils.clip_grad_norm_(parameter, 0.3)
-    assert clipping.norm(sums(squares)) == pytest.approx(float(norm), rel=1e-6)
-    factor = clipping.clip_factor(sums(squares), 0.3)
+    assert engine.gradient_norm(sums(squares)) == pytest.approx(float(norm), rel=1e-6)
+    factor = engine.clip_factor(sums(squares), 0.3)
     for one, gradient in zip(parameter, gradients, strict=True):
         torch.testing.assert_close(gradient * factor, one.grad, rtol=1e-6, atol=0)

@@ -8,12 +8,12 @@ from helpers.rings import needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import replicas
+from llmtrain.distributed.engines import engine as replicas
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
+from llmtrain.model import trainable
 from llmtrain.model.loss import LossModule, made_up_batch
-from llmtrain.model.trainable import adapters
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import SLOTS, StepVector
 
@@ -178,9 +178,11 @@ def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(replicas, "unequal", lambda names, _held, _count: seen.append(names) or {})
+    monkeypatch.setattr(
+        replicas, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
+    )
     model = tiny()
-    adapters.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
+    trainable.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
     engine = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
     engine._bare = model
     assert engine.unequal_replicas() == engine.unequal_replicas(base=True) == {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.distributed.engines import products
-from llmtrain.distributed.engines.products import cpu_rates
+from llmtrain.distributed.engines import accelerator
+from llmtrain.distributed.engines.accelerator import cpu_rates
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, ratio: float) -> list[tuple[torch.dtype, int]]:
@@ -17,7 +17,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, ratio: float) -> list[tuple[torch.dty
         tried.append((dtype, rows))
         return 80.0 if dtype is torch.float32 else 80.0 * ratio
 
-    monkeypatch.setattr(products, "_timed", product)
+    monkeypatch.setattr(accelerator, "_timed", product)
     return tried
 
 
@@ -44,9 +44,9 @@ def test_pf_8_a_cpu_that_emulates_bf16_is_asked_for_no_large_product(
 
 def test_the_fastest_of_several_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 60.0, 2.0, 70.0, 80.0, 3.0, 75.0, 60.0, 1.0, 1.0])
-    monkeypatch.setattr(products, "_timed", lambda _dtype, _rows: next(times))
-    assert cpu_rates() == products.Rates(80.0, 1.0)
+    monkeypatch.setattr(accelerator, "_timed", lambda _dtype, _rows: next(times))
+    assert cpu_rates() == accelerator.Rates(80.0, 1.0)
 
 
 def test_a_real_product_takes_a_time() -> None:
-    assert 0 < products._timed(torch.float32, 64) < 1e5
+    assert 0 < accelerator._timed(torch.float32, 64) < 1e5

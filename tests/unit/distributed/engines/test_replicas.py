@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.distributed.engines.replicas import checksum, odd
+from llmtrain.distributed.engines.engine import checksum, odd_ranks
 
 
 def slowly(tensor: Tensor) -> int:
@@ -68,7 +68,7 @@ def test_not_a_number_and_the_sign_of_zero_are_bits_like_others() -> None:
 def test_the_odd_ranks_are_those_that_hold_what_most_do_not(
     sums: list[int], shards: int, expected: list[int]
 ) -> None:
-    assert odd(sums, shards) == expected
+    assert odd_ranks(sums, shards) == expected
 
 
 @pytest.mark.parametrize(("world_size", "shards"), [(3, 1), (8, 1), (6, 2), (12, 3)])
@@ -76,4 +76,4 @@ def test_an_odd_rank_among_many_is_found_wherever_it_is(world_size: int, shards:
     for wrong in range(world_size):
         sums = [rank % shards for rank in range(world_size)]
         sums[wrong] = 99
-        assert odd(sums, shards) == [wrong]
+        assert odd_ranks(sums, shards) == [wrong]

@@ -14,7 +14,7 @@ from llmtrain.agreement import Alone
 from llmtrain.checkpoint import read
 from llmtrain.config.schema import AdapterConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
-from llmtrain.model.trainable import adapters
+from llmtrain.model import trainable
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import Piece, TensorSpec
 
@@ -389,7 +389,7 @@ def test_created_state_is_what_any_optimizer_makes_itself(name):
 
 def test_of_adapters_only_what_is_trained_is_in_the_files_and_in_one_file():
     model, _ = built(LLAMA)
-    adapters.attach(model, AdapterConfig(kind="lora", r=4, targets=["q_proj"]))
+    trainable.attach(model, AdapterConfig(kind="lora", r=4, targets=["q_proj"]))
     optimizer = make_optimizer(model, OptimizerConfig())
     spec = state.spec(model, optimizer, 40)
     (weights,) = (part for file, part in spec.items() if file == "adapter_model.safetensors")
@@ -412,7 +412,7 @@ def test_adapters_are_resumed_bit_for_bit(tmp_path):
     def adapted(seed):
         model, _ = built(LLAMA)  # one base
         torch.manual_seed(seed)
-        adapters.attach(model, AdapterConfig(kind="dora", r=4))
+        trainable.attach(model, AdapterConfig(kind="dora", r=4))
         return model, make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
 
     model, optimizer = adapted(0)

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import fsdp, weights
+from llmtrain.distributed.engines import fsdp
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.state import local
 from llmtrain.model.loss import LossModule
@@ -34,7 +34,7 @@ def llama() -> LlamaForCausalLM:
 def test_a_skeleton_becomes_the_whole_model(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, sent: int
 ) -> None:
-    monkeypatch.setattr(weights, "_SENT", sent)
+    monkeypatch.setattr(fsdp, "_SENT", sent)
     whole = llama()
     with torch.device("meta"):
         bare = llama()
@@ -43,7 +43,7 @@ def test_a_skeleton_becomes_the_whole_model(
     assert launched.sharding is not None
     module = LossModule(bare)
     fsdp.prepare_empty(module, optimizer, launched.sharding)
-    weights.share(bare, whole, launched.device)
+    fsdp.share_weights(bare, whole, launched.device)
     prepared = launched.engine.prepare(module, bare, optimizer)
     assert isinstance(prepared, nn.Module)
     expected = dict(whole.named_parameters())

@@ -112,8 +112,8 @@ def test_di_22_without_offload_nothing_is_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(zero.missing("zero3", cpu=False)) == []
-    assert list(zero.missing("zero3_offload", cpu=True)) == []
+    assert list(zero.missing_parts("zero3", cpu=False)) == []
+    assert list(zero.missing_parts("zero3_offload", cpu=True)) == []
 
 
 def test_di_22_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.distributed.engines.zero_engine import overflowing
+from llmtrain.distributed.engines.zero import overflowing
 
 
 class Stage3:

@@ -4,10 +4,15 @@ import pytest
 from helpers.on_paper import gpus
 
 from llmtrain.distributed.launch.environment import family
-from llmtrain.distributed.launch.keys import SECTIONS, STRATEGIES, has_values, value, variable
-from llmtrain.distributed.launch.named import named_strategy
-from llmtrain.tools.launch.sections import variables_of
-from llmtrain.tools.plan_file import launch_values
+from llmtrain.distributed.launch.named import (
+    SECTIONS,
+    STRATEGIES,
+    has_values,
+    named_strategy,
+    value,
+    variable,
+)
+from llmtrain.tools.launch.file import launch_values, variables_of
 
 NAMED = [name for strategies in STRATEGIES.values() for name in strategies]
 

@@ -14,11 +14,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.distributed.plan.speed import flops, head_flops, seconds_at_peak
-from llmtrain.model.head import Head
-from llmtrain.model.loss import LossModule
+from llmtrain.model import trainable
+from llmtrain.model.loss import Head, LossModule
 from llmtrain.model.shape import shape
-from llmtrain.model.trainable import adapters
-from llmtrain.model.trainable.freeze import freeze
+from llmtrain.model.trainable import freeze
 from llmtrain.types import NOT_TRAINED
 
 BLOCKS, TOKENS = 2, 64
@@ -87,7 +86,7 @@ def test_pf_9_frozen_matrices_have_fewer(patterns: list[str]) -> None:
 
 def test_pf_9_below_adapters_weights_have_no_gradient_of_their_own() -> None:
     model = built("llama", **LLAMA | {"num_hidden_layers": 12})
-    adapters.attach(model, AdapterConfig(kind="lora", r=8), ())
+    trainable.attach(model, AdapterConfig(kind="lora", r=8), ())
     # What reads the input of the first block needs no gradient of it, which is not taken off.
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)
 

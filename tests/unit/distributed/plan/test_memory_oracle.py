@@ -16,7 +16,7 @@ from transformers import GPT2Config, LlamaConfig
 from llmtrain.distributed.plan.memory import Hardware, Layout, Work, memory
 from llmtrain.model.count import count_saved
 from llmtrain.model.cross_entropy import chunk_of
-from llmtrain.model.head import Head
+from llmtrain.model.loss import Head
 from llmtrain.model.shape import census
 
 DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}

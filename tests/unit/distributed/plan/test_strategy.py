@@ -6,9 +6,8 @@ import pytest
 from helpers.on_paper import GIB, LlamaCount, gpus, llama, work
 
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.distributed.plan.remedies import remedy
 from llmtrain.distributed.plan.speed import device_by_memory
-from llmtrain.distributed.plan.strategy import LADDER, choose_strategy
+from llmtrain.distributed.plan.strategy import LADDER, choose_strategy, remedy
 from llmtrain.errors import UserError
 
 MODELS = {  # hidden, MLP, layers, heads, kv heads, vocabulary, tied

@@ -24,12 +24,11 @@ from transformers import (
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.engines import state
 from llmtrain.errors import UserError
-from llmtrain.model import recompute
+from llmtrain.model import shape, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import census, on_meta
-from llmtrain.model.trainable import adapters
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -84,7 +83,7 @@ def adapted(
 ) -> PreTrainedModel:
     """With every trained value moved a little, as training does."""
     model = bare(name)
-    adapters.attach(model, asked(kind, **fields), tokens)
+    trainable.attach(model, asked(kind, **fields), tokens)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for one in state.named_parameters(model).values():
@@ -103,7 +102,7 @@ def written(model: PreTrainedModel, folder: Path) -> Path:
     """What a checkpoint holds for peft."""
     tensors = {name: one.detach() for name, one in state.named_tensors(model).items()}
     save_file(tensors, folder / "adapter_model.safetensors")
-    for name, content in adapters.files(model, BASE).items():
+    for name, content in trainable.adapter_files(model, BASE).items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -141,19 +140,19 @@ def test_every_linear_layer_but_the_head_has_an_adapter() -> None:
         kinds = ("Linear", "Conv1D")
         every = [n for n, m in model.named_modules() if type(m).__name__ in kinds and m is not head]
         assert len(every) == (8 if name == "gpt2" else 14)
-        assert list(adapters.find_targets(model, "auto")) == every
-        adapters.attach(model, asked())
-        assert adapters.adapted_layers(model) == every
+        assert list(trainable.find_targets(model, "auto")) == every
+        trainable.attach(model, asked())
+        assert trainable.adapted_layers(model) == every
 
 
 def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() -> None:
     for kind in KINDS:
         model, before = bare(), bare()
-        adapters.attach(model, asked(kind))
+        trainable.attach(model, asked(kind))
         trained = {name for name, one in model.named_parameters() if one.requires_grad}
         assert all(".lora_" in name for name in trained)
         per_layer = 3 if kind == "dora" else 2
-        assert len(trained) == per_layer * len(adapters.adapted_layers(model))
+        assert len(trained) == per_layer * len(trainable.adapted_layers(model))
         assert torch.allclose(logits(model), logits(before), atol=1e-6)
 
 
@@ -161,7 +160,7 @@ def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() ->
 def test_outputs_are_those_of_weights_changed_by_hand(kind: str) -> None:
     model, by_hand = adapted("untied", kind), bare("untied")
     held = state.named_tensors(model)
-    for name in adapters.adapted_layers(model):
+    for name in trainable.adapted_layers(model):
         weight = by_hand.get_submodule(name).weight.data
         a, b = (held[f"base_model.model.{name}.lora_{one}.weight"].detach() for one in "AB")
         changed = weight + (8 / 4**0.5 if kind == "rslora" else 8 / 4) * b @ a
@@ -175,7 +174,7 @@ def test_outputs_are_those_of_weights_changed_by_hand(kind: str) -> None:
 def test_a_frozen_base_is_held_in_bf16_and_ties_stay() -> None:
     model = bare("tied")
     exact = {name: one.detach().clone() for name, one in model.named_parameters()}
-    adapters.attach(model, asked("dora"), dtype=torch.bfloat16)
+    trainable.attach(model, asked("dora"), dtype=torch.bfloat16)
     assert {one.dtype for one in state.named_parameters(model).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -191,8 +190,8 @@ def test_a_frozen_base_is_held_in_bf16_and_ties_stay() -> None:
 def test_on_meta_it_is_the_same_model(kind: str) -> None:
     for name, tokens in (("tied", ()), ("untied", (5, 7)), ("tied", (5, 7))):
         empty, whole = on_meta(config(name)), bare(name)
-        adapters.attach(empty, asked(kind), tokens, meta=True, dtype=torch.bfloat16)
-        adapters.attach(whole, asked(kind), tokens, dtype=torch.bfloat16)
+        trainable.attach(empty, asked(kind), tokens, meta=True, dtype=torch.bfloat16)
+        trainable.attach(whole, asked(kind), tokens, dtype=torch.bfloat16)
         found, expected = (dict(one.named_parameters()) for one in (empty, whole))
         assert list(found) == list(expected)
         for key, one in expected.items():
@@ -203,8 +202,8 @@ def test_on_meta_it_is_the_same_model(kind: str) -> None:
 
 def test_patterns_match_names_and_their_ends() -> None:
     model = bare()
-    assert {name.rpartition(".")[2] for name in adapters.find_targets(model, "*_proj")} == LINEAR
-    some = adapters.find_targets(model, ["q_proj", "layers.1.mlp.*", "model.layers.0.*.v_proj"])
+    assert {name.rpartition(".")[2] for name in trainable.find_targets(model, "*_proj")} == LINEAR
+    some = trainable.find_targets(model, ["q_proj", "layers.1.mlp.*", "model.layers.0.*.v_proj"])
     assert set(some) == {
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
@@ -215,7 +214,7 @@ def test_patterns_match_names_and_their_ends() -> None:
 
 def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(UserError) as raised:
-        adapters.attach(bare(), asked(targets=["q_projj", "o_proj", "fc1"]))
+        trainable.attach(bare(), asked(targets=["q_projj", "o_proj", "fc1"]))
     first, second = raised.value.problems
     assert (first.key, first.value) == ("adapter.targets", "q_projj")
     assert first.expected == "a pattern that matches the name of a linear layer"
@@ -226,7 +225,7 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
 def test_naming_what_gets_no_adapter_is_refused(named: str) -> None:
     with pytest.raises(UserError, match="get no adapter"):
-        adapters.find_targets(bare(), named)
+        trainable.find_targets(bare(), named)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
@@ -239,10 +238,10 @@ def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(
     left = sum(one.numel() for n, one in named.items() if one.ndim == 3 or n.endswith(gates))
     for one in ("gate", "experts", "experts.gate_up_proj", "mlp.experts.down_proj"):
         with pytest.raises(UserError, match="get no adapter"):
-            adapters.find_targets(model, one)
+            trainable.find_targets(model, one)
     with caplog.at_level("INFO"):
-        adapters.attach(model, asked(targets="auto"))
-    ends = {one.rpartition(".")[2] for one in adapters.adapted_layers(model)}
+        trainable.attach(model, asked(targets="auto"))
+    ends = {one.rpartition(".")[2] for one in trainable.adapted_layers(model)}
     assert ends == (LINEAR - {"gate_proj", "up_proj", "down_proj"} if name == "mixtral" else LINEAR)
     share = 100 * left / sum(one.numel() for one in model.parameters())
     assert f"routers and stacked experts, {share:.0f} % of the weights, have none" in caplog.text
@@ -252,9 +251,9 @@ def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean
     model = bare("qwen3_moe")
     named = [name for name, _ in model.named_modules() if name.endswith("up_proj")]
     assert named == ["model.layers.0.mlp.up_proj"]
-    assert not set(named) & set(adapters.find_targets(model, "auto"))
+    assert not set(named) & set(trainable.find_targets(model, "auto"))
     with pytest.raises(UserError, match="get no adapter"):
-        adapters.find_targets(model, "up_proj")
+        trainable.find_targets(model, "up_proj")
 
 
 def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head() -> None:
@@ -291,7 +290,7 @@ def test_a_loss_module_shows_accelerate_no_wrapped_embedding() -> None:
 
 
 def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
-    files = adapters.files(adapted("untied", "dora", dropout=0.25), BASE)
+    files = trainable.adapter_files(adapted("untied", "dora", dropout=0.25), BASE)
     settings = json.loads(files["adapter_config.json"])
     assert settings["base_model_name_or_path"] == "a/b"
     assert settings["revision"] == "1f3c0123456789ab"
@@ -301,15 +300,15 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
     assert settings["inference_mode"] is True
     assert json.loads(files["adapter.json"]) == {"base": asdict(BASE)}
     some = adapted(targets=["*layers.1.*.q_proj"])
-    assert adapters.short_names(some) == ["model.layers.1.self_attn.q_proj"]
+    assert trainable.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
 
 def test_bad_input_13_an_adapter_of_another_base_is_refused() -> None:
-    saved = adapters.files(adapted(), BASE)["adapter.json"]
-    adapters.refuse_other_base(saved, BASE, "step-00000004")
+    saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
+    trainable.refuse_other_base(saved, BASE, "step-00000004")
     other = Base("c/d", "9e0d0123456789ab", None)
     with pytest.raises(UserError) as raised:
-        adapters.refuse_other_base(saved, other, "step-00000004")
+        trainable.refuse_other_base(saved, other, "step-00000004")
     (problem,) = raised.value.problems
     assert (problem.key, str(problem.value)) == ("model.from", "c/d@9e0d01234567")
     assert problem.expected == (
@@ -320,16 +319,16 @@ def test_bad_input_13_an_adapter_of_another_base_is_refused() -> None:
 def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not() -> None:
     was = Base("/old", None, "aa")
     saved = json.dumps({"base": asdict(was)}).encode()
-    adapters.refuse_other_base(saved, replace(was, path="/new"), "step-00000004")
+    trainable.refuse_other_base(saved, replace(was, path="/new"), "step-00000004")
     with pytest.raises(UserError, match="/old@aa"):
-        adapters.refuse_other_base(saved, replace(was, digest="bb"), "step-00000004")
+        trainable.refuse_other_base(saved, replace(was, digest="bb"), "step-00000004")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_census_counts_adapters_and_what_is_trained(kind: str) -> None:
     model = bare("tied")
     shapes = [
-        tuple(model.get_submodule(n).weight.shape) for n in adapters.find_targets(model, "auto")
+        tuple(model.get_submodule(n).weight.shape) for n in trainable.find_targets(model, "auto")
     ]
     expected = sum(4 * (rows + columns) for rows, columns in shapes)
     expected += sum(rows for rows, _ in shapes) if kind == "dora" else 0
@@ -351,7 +350,7 @@ def test_the_census_counts_adapters_and_what_is_trained(kind: str) -> None:
 
 def test_no_adapter_leaves_a_model_as_it_is() -> None:
     model = bare()
-    adapters.attach(model, AdapterConfig())
+    trainable.attach(model, AdapterConfig())
     assert not state.has_adapters(model)
     assert census(config("tied"), (), AdapterConfig()) == census(config("tied"))
 
@@ -361,7 +360,7 @@ def test_ft_26_generation_is_the_same_with_activation_checkpointing(checkpointin
     texts = []
     for how in ("none", checkpointing):
         model = adapted("untied")
-        recompute.apply(model, how)
+        shape.apply_checkpointing(model, how)
         loss = LossModule(model)(torch.arange(12)[None] * 5 % 61, torch.arange(12)[None] * 5 % 61)
         loss.backward()
         model.eval()
@@ -380,6 +379,6 @@ def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_
     for _ in range(2):
         torch.manual_seed(5)
         model = build(config("tied"), ModelConfig(**{"from": str(tmp_path)}), None)
-        adapters.attach(model, asked())
+        trainable.attach(model, asked())
         drawn.append([one.detach() for one in state.named_parameters(model).values()])
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))

@@ -3,7 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmtrain.errors import UserError
-from llmtrain.model.trainable.freeze import freeze
+from llmtrain.model.trainable import freeze
 
 
 def tiny(*, tied: bool = False) -> torch.nn.Module:

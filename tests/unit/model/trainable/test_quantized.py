@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.distributed.engines import state
-from llmtrain.model.trainable import adapters, quantized
+from llmtrain.model import trainable
 
 
 def llama() -> LlamaForCausalLM:
@@ -31,12 +31,12 @@ def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for(
     import bitsandbytes as bnb
 
     model, dense = llama(), llama()
-    adapters.attach(model, AdapterConfig(kind="qlora", r=4), dtype=torch.float32)
+    trainable.attach(model, AdapterConfig(kind="qlora", r=4), dtype=torch.float32)
     assert not hasattr(model, "is_loaded_in_4bit")
     model.to("cpu")  # which quantizes, as any move to a device does
     held = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
     assert len(held) == 7
-    for name in adapters.adapted_layers(model):
+    for name in trainable.adapted_layers(model):
         four = model.get_submodule(name).base_layer
         assert four.weight.dtype == torch.uint8
         assert four.weight.quant_state.nested
@@ -53,18 +53,18 @@ def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for(
 
 
 def test_the_layers_in_four_bits_are_linear_and_not_the_head() -> None:
-    assert {name.rpartition(".")[2] for name in quantized.layers(llama())} == {
+    assert {name.rpartition(".")[2] for name in trainable.linear_layers(llama())} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
 
 
 def test_what_is_missing_for_four_bits_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    (problem,) = quantized.missing(cpu=True)
+    (problem,) = trainable.missing_for_four_bits(cpu=True)
     assert (problem.key, problem.value, problem.remedy) == (
         "adapter.kind", "qlora", "adapter.kind=lora",
     )  # fmt: skip
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    (problem,) = quantized.missing(cpu=False)
+    (problem,) = trainable.missing_for_four_bits(cpu=False)
     assert "llmtrain[quantized]" in problem.remedy
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
-    assert list(quantized.missing(cpu=False)) == []
+    assert list(trainable.missing_for_four_bits(cpu=False)) == []

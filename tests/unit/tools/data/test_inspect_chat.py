@@ -7,7 +7,7 @@ import pytest
 from helpers import chats, corpus
 from helpers.config import loaded
 
-from llmtrain.cli.data_views import inspection
+from llmtrain.cli.data import inspection
 from llmtrain.tools.data.inspect import inspect
 
 TOKENS = ("<|im_start|>", "<|im_end|>")

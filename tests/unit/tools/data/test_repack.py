@@ -12,11 +12,11 @@ import pytest
 import zstandard
 from helpers import corpus
 
+from llmtrain.data import repack as tables
 from llmtrain.data.documents import lines
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.repack import tables
 from llmtrain.errors import UserError
-from llmtrain.tools.data.repack import repack
+from llmtrain.tools.data.tokenize import repack
 
 KIB = 1 / 1024
 
@@ -315,8 +315,8 @@ def test_memory_does_not_grow_with_a_row_group(tmp_path):
     code = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from llmtrain.tools.data.repack import repack\n"
-        "import llmtrain.data.repack.rewrite\n"
+        "from llmtrain.tools.data.tokenize import repack\n"
+        "import llmtrain.data.repack\n"
         "quiet = lambda *counts: None\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "repack(sys.argv[1], Path(sys.argv[2]), 8, 'text', 1, quiet)\n"

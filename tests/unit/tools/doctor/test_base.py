@@ -15,7 +15,7 @@ from helpers.model_hub import MODEL, OLD, ModelHub, serving_model, take_for_hub
 from huggingface_hub import hf_hub_download
 
 from llmtrain.errors import RunError
-from llmtrain.tools.doctor import base as checks
+from llmtrain.tools.doctor import run as checks
 from llmtrain.tools.doctor.case import Case, Verdict, attempt
 
 DATA = SMALL[SMALL.index("data:") :]

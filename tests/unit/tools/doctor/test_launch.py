@@ -6,7 +6,7 @@ import pytest
 from helpers.cases import case
 
 from llmtrain.errors import UserError
-from llmtrain.tools.doctor import launch as launches
+from llmtrain.tools.doctor import machine as launches
 
 HERE = {"main_process_ip": "127.0.0.1", "num_machines": 1}
 

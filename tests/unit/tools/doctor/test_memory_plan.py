@@ -3,10 +3,10 @@ import re
 import pytest
 from helpers.cases import SMALL, case
 
-from llmtrain.checkpoint.disk_space import size
+from llmtrain.checkpoint.files import size
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
-from llmtrain.tools.doctor.memory_plan import plan
+from llmtrain.tools.doctor.run import plan
 from llmtrain.tools.plan import plan as make_plan
 from llmtrain.training.start import planning
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.tools.launch.addresses import meeting
+from llmtrain.tools.launch.launch import meeting
 
 
 def test_the_machine_that_all_meet_at_knows_itself() -> None:

@@ -8,7 +8,7 @@ import pytest
 from helpers.config import SMALLEST, written
 
 from llmtrain.errors import UserError
-from llmtrain.tools.launch.command import checked_run_dir, config_in, shown
+from llmtrain.tools.launch.supervise import checked_run_dir, config_in, shown
 
 
 @pytest.mark.parametrize(

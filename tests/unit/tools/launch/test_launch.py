@@ -15,8 +15,15 @@ from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.tools.launch import launch as module
 from llmtrain.tools.launch.file import read_launch_file
-from llmtrain.tools.launch.last_words import found, leave
-from llmtrain.tools.launch.launch import Ended, has_gpu, launch, launch_problems, run_launcher
+from llmtrain.tools.launch.launch import (
+    Ended,
+    has_gpu,
+    launch,
+    launch_problems,
+    leave_words,
+    run_launcher,
+    words_left,
+)
 
 
 def run(folder: Path, script: str) -> Ended:
@@ -148,13 +155,13 @@ def test_all_that_is_printed_goes_where_it_is_sent(tmp_path, capfd):
 
 def test_only_rank_0_leaves_a_mark_and_only_for_a_launcher(tmp_path):
     path = tmp_path / "ended"
-    assert not leave({}, 2, "x")
-    assert not leave({"LLMTRAIN_LAUNCHED": "1"}, 2, "x")
-    assert not leave({"LLMTRAIN_LAUNCHED": str(path), "RANK": "1"}, 2, "x")
-    assert not leave({"LLMTRAIN_LAUNCHED": str(tmp_path / "none" / "ended")}, 2, "x")
-    assert found(path) is None
-    assert leave({"LLMTRAIN_LAUNCHED": str(path), "RANK": "0"}, 2, "two\nlines")
-    assert found(path) == (2, "two\nlines")
+    assert not leave_words({}, 2, "x")
+    assert not leave_words({"LLMTRAIN_LAUNCHED": "1"}, 2, "x")
+    assert not leave_words({"LLMTRAIN_LAUNCHED": str(path), "RANK": "1"}, 2, "x")
+    assert not leave_words({"LLMTRAIN_LAUNCHED": str(tmp_path / "none" / "ended")}, 2, "x")
+    assert words_left(path) is None
+    assert leave_words({"LLMTRAIN_LAUNCHED": str(path), "RANK": "0"}, 2, "two\nlines")
+    assert words_left(path) == (2, "two\nlines")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from accelerate.commands import launch as accelerates
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from llmtrain.config.yaml12 import parse
-from llmtrain.tools.launch.sections import check_sections, variables_of
+from llmtrain.tools.launch.file import check_sections, variables_of
 
 FILES = Path(__file__).parents[4] / "accelerate_configs"
 OFTEN = {"distributed_type": "FSDP", "num_processes": 4}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from llmtrain import evaluate
-from llmtrain.data import heldout_set
+from llmtrain.data import heldout
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents
 from llmtrain.tools.use import packed
@@ -35,7 +35,7 @@ def plainly(directory, run_dir, *, hidden=False):
     hidden: each document of a block goes through the model alone.
     """
     made = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    held = heldout_set.load(run_dir / contents.HELDOUT)
+    held = heldout.load(run_dir / contents.HELDOUT)
     total = count = 0.0
     for g in range(held.num_blocks(used.SEQ_LEN)):
         ids, labels, starts = held.block(g, used.SEQ_LEN)
@@ -54,7 +54,7 @@ def test_a_run_is_scored_with_its_best_checkpoint_on_its_own_held_out_set(run):
     best = run / "checkpoints" / "step-00000004"
     loss, tokens = plainly(best, run)
     found = evaluate(run)
-    held = heldout_set.load(run / contents.HELDOUT)
+    held = heldout.load(run / contents.HELDOUT)
     figures = found.figures
     assert (found.model, found.step, found.split) == (best, 4, "heldout")
     assert (figures.tokens, figures.bytes, figures.documents) == (tokens, held.bytes, 20)
@@ -91,9 +91,9 @@ def test_the_order_of_sums_is_that_of_the_runs_processes(run):
 
 def packed_model(run):
     from llmtrain.tools.use.load import open_model
-    from llmtrain.tools.use.target import find
+    from llmtrain.tools.use.target import find_target
 
-    return open_model(find(str(run)), seq_len=used.SEQ_LEN)
+    return open_model(find_target(str(run)), seq_len=used.SEQ_LEN)
 
 
 def nothing(done, of):

@@ -10,10 +10,10 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from llmtrain.errors import UserError
-from llmtrain.tools.use import adapters
+from llmtrain.tools.use import load
 from llmtrain.tools.use.export.merge import merged_weights
 from llmtrain.tools.use.load import open_model
-from llmtrain.tools.use.target import find
+from llmtrain.tools.use.target import find_target
 
 Q = ["q_proj"]
 EXACT = {
@@ -76,8 +76,8 @@ def of_peft(base, adapter):
 def test_what_is_supported_is_exact(tmp_path, base, case):
     adapter = saved(tmp_path / "adapter", base, **EXACT[case])
     expected = of_peft(base, adapter)
-    assert torch.equal(used.logits(open_model(find(str(adapter))).model), expected)
-    assert not torch.equal(used.logits(open_model(find(str(base))).model), expected)
+    assert torch.equal(used.logits(open_model(find_target(str(adapter))).model), expected)
+    assert not torch.equal(used.logits(open_model(find_target(str(base))).model), expected)
 
 
 @pytest.mark.parametrize("init", CHANGED_BASE)
@@ -86,7 +86,7 @@ def test_an_adapter_whose_base_was_changed_is_refused(tmp_path, base, init):
     adapter = saved(tmp_path / "adapter", base, init_lora_weights=init)
     for work in (open_model, lambda target: merged_weights(target, 320, "F32")):
         with pytest.raises(UserError) as caught:
-            work(find(str(adapter)))
+            work(find_target(str(adapter)))
         (problem,) = caught.value.problems
         assert problem.key == f"{adapter / 'adapter_config.json'}: init_lora_weights"
         assert problem.value == json.dumps(init)
@@ -97,7 +97,7 @@ def test_an_adapter_that_begins_at_some_tokens_is_refused(tmp_path, base):
     """Case 13: such an adapter was ignored, so that the base alone answered."""
     adapter = saved(tmp_path / "adapter", base, alora_invocation_tokens=[5, 6])
     with pytest.raises(UserError, match=r"alora_invocation_tokens = \[5, 6\]"):
-        open_model(find(str(adapter)))
+        open_model(find_target(str(adapter)))
 
 
 def change(adapter, **settings):
@@ -110,7 +110,7 @@ def change(adapter, **settings):
 def test_what_changes_more_than_tensors_is_refused_by_name(tmp_path, base, key, merge):
     adapter = saved(tmp_path / "adapter", base)
     change(adapter, **{key: HOOKS[key]}, init_lora_weights="loftq")
-    target = find(str(adapter))
+    target = find_target(str(adapter))
     with pytest.raises(UserError) as caught:
         merged_weights(target, 320, "F32") if merge else open_model(target)
     keys = [problem.key.rpartition(": ")[2] for problem in caught.value.problems]
@@ -120,16 +120,16 @@ def test_what_changes_more_than_tensors_is_refused_by_name(tmp_path, base, key, 
 def test_every_option_of_peft_is_known_or_is_refused():
     """A new option of peft is refused until it is on the list, with a test that it is exact."""
     known = set(LoraConfig.__dataclass_fields__)
-    supported = set(adapters._Settings.model_fields)
+    supported = set(load._Settings.model_fields)
     assert known >= supported
     assert known - supported - HOOKS.keys() == {"runtime_config"}
 
 
 def test_empty_options_of_a_later_peft_are_none(tmp_path, base):
     adapter = saved(tmp_path / "adapter", base)
-    expected = used.logits(open_model(find(str(adapter))).model)
+    expected = used.logits(open_model(find_target(str(adapter))).model)
     change(adapter, of_a_later_peft=None, another={}, a_third=False)
-    assert torch.equal(used.logits(open_model(find(str(adapter))).model), expected)
+    assert torch.equal(used.logits(open_model(find_target(str(adapter))).model), expected)
 
 
 def test_experts_that_an_adapter_changes_by_name_are_not_merged(tmp_path):
@@ -144,9 +144,11 @@ def test_experts_that_an_adapter_changes_by_name_are_not_merged(tmp_path):
     base = used.directory(tmp_path / "base", made, files)
     named = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}
     adapter = used.adapter(tmp_path / "adapter", base, files, **named)
-    assert torch.equal(used.logits(open_model(find(str(adapter))).model), of_peft(base, adapter))
+    assert torch.equal(
+        used.logits(open_model(find_target(str(adapter))).model), of_peft(base, adapter)
+    )
     with pytest.raises(UserError, match="which can be merged"):
-        merged_weights(find(str(adapter)), 320, "F32")
+        merged_weights(find_target(str(adapter)), 320, "F32")
 
 
 JUNK = [None, True, -1, 0, 1e300, "x", [], ["x"], {}, {"a": 1}, [[1]], "\ud800"]
@@ -161,4 +163,4 @@ def test_junk_in_an_option_is_refused_or_means_nothing(tmp_path, base, key):
         (adapter / "adapter_config.json").write_text(before)
         change(adapter, **{key: value})
         with contextlib.suppress(UserError):
-            open_model(find(str(adapter)))
+            open_model(find_target(str(adapter)))

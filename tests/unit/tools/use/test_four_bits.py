@@ -7,19 +7,19 @@ import torch
 from helpers.rings import needs
 
 from llmtrain.errors import UserError
-from llmtrain.tools.use import four_bits
+from llmtrain.tools.use import target
 
 QLORA = {"config": {"adapter.kind": "qlora"}}
 
 
 def test_only_the_base_of_qlora_is_held_in_four_bits(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert four_bits.are_held(QLORA)
-    assert not four_bits.are_held({"config": {"adapter.kind": "lora"}})
-    assert not four_bits.are_held({})
+    assert target.are_held(QLORA)
+    assert not target.are_held({"config": {"adapter.kind": "lora"}})
+    assert not target.are_held({})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"llmtrain\[quantized\]"):
-        four_bits.are_held(QLORA)
+        target.are_held(QLORA)
 
 
 @needs("bitsandbytes")
@@ -35,7 +35,7 @@ def test_rounded_weights_compute_what_the_four_bit_layer_does(precision, bound):
     packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     x = torch.randn(3, 64)
     expected = packed.to("cpu")(x.to(dtype)).float()
-    rounded = four_bits.round_weight(
+    rounded = target.round_weight(
         dense.weight.detach(), {"auto": {"run": {"precision": precision}}}
     )
     assert float((x @ rounded.T - expected).abs().max()) <= bound

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain.errors import UserError
 from llmtrain.tools.use.load import base_directory, open_model
-from llmtrain.tools.use.target import find
+from llmtrain.tools.use.target import find_target
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -24,7 +24,7 @@ def base(request, tmp_path_factory):
 
 def parameters(directory, **options):
     """Those of a model by their names in its files; those of an adapter as peft names them."""
-    model = open_model(find(str(directory)), **options).model
+    model = open_model(find_target(str(directory)), **options).model
     named = {name.replace(".base_layer", ""): one for name, one in model.named_parameters()}
     prefix = "base_model.model."
     return {
@@ -60,7 +60,7 @@ def test_the_frequencies_of_positions_stay_fp32_on_a_bf16_base(tmp_path):
     files = used.tokenizer(tmp_path / "tokenizer")
     base = used.directory(tmp_path / "base", used.model(), files)
     adapter = used.adapter(tmp_path / "adapter", base, files)
-    buffers = dict(open_model(find(str(adapter)), precision="bf16").model.named_buffers())
+    buffers = dict(open_model(find_target(str(adapter)), precision="bf16").model.named_buffers())
     expected = dict(used.model().named_buffers())
     assert [name for name in expected if name.endswith("inv_freq")]
     for name, buffer in expected.items():
@@ -111,7 +111,7 @@ def test_a_directory_that_is_no_model_is_one_problem_of_the_argument(tmp_path, s
     model = used.directory(tmp_path / "model", used.model(), files)
     spoil(model)
     with pytest.raises(UserError) as caught:
-        open_model(find(str(model)))
+        open_model(find_target(str(model)))
     (problem,) = caught.value.problems
     assert problem.key == "MODEL_OR_RUN"
     assert said in f"{problem.expected} {problem.remedy}"

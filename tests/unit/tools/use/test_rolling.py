@@ -9,9 +9,9 @@ from helpers import used
 from transformers import AutoTokenizer
 
 from llmtrain.errors import UserError
-from llmtrain.tools.use import rolling
+from llmtrain.tools.use import evaluate
+from llmtrain.tools.use.evaluate import windows
 from llmtrain.tools.use.load import Opened
-from llmtrain.tools.use.rolling import windows
 from llmtrain.tools.use.target import Target
 
 TEXTS = ["Article 3\nriver flows past", "", "moss and rain " * 12, "hills"]
@@ -52,7 +52,7 @@ def test_every_token_is_scored_once_with_the_context_of_its_window(opened, strid
         count = len(opened.tokenizer.encode(text, add_special_tokens=False))
         nll += slowly(opened, text, context)
         tokens += count
-    found = rolling.score(opened, TEXTS, stride, lambda done, of: None)
+    found = evaluate.score_rolling(opened, TEXTS, stride, lambda done, of: None)
     size_bytes = sum(len(text.encode()) for text in TEXTS)
     assert (found.tokens, found.bytes, found.documents) == (tokens, size_bytes, len(TEXTS))
     assert found.loss == pytest.approx(nll / tokens, abs=1e-5)
@@ -72,16 +72,16 @@ def test_windows_overlap_by_what_the_stride_leaves():
 
 
 def test_batches_do_not_change_the_sum(opened, monkeypatch):
-    expected = rolling.score(opened, TEXTS, None, lambda done, of: None)
-    monkeypatch.setattr(rolling, "_LOGITS_BYTES", 0)  # a window at a time
-    alone = rolling.score(opened, TEXTS, None, lambda done, of: None)
+    expected = evaluate.score_rolling(opened, TEXTS, None, lambda done, of: None)
+    monkeypatch.setattr(evaluate, "_LOGITS_BYTES", 0)  # a window at a time
+    alone = evaluate.score_rolling(opened, TEXTS, None, lambda done, of: None)
     assert alone.loss == pytest.approx(expected.loss, abs=1e-6)
 
 
 def test_a_stride_beyond_the_positions_and_no_text_at_all_are_refused(opened):
     for texts, stride in ((TEXTS, 25), (TEXTS, 0), ([], None), ([""], None)):
         with pytest.raises(UserError, match=r"--stride|--data"):
-            rolling.score(opened, texts, stride, lambda done, of: None)
+            evaluate.score_rolling(opened, texts, stride, lambda done, of: None)
 
 
 def test_windows_of_a_batch_have_the_rope_that_each_has_alone(opened):
@@ -107,5 +107,5 @@ def test_windows_of_a_batch_have_the_rope_that_each_has_alone(opened):
                 scores = made(torch.tensor([inputs[:-1]])).logits[0].double().log_softmax(-1)
             picked = scores.gather(1, torch.tensor(inputs[1:])[:, None])
             nll -= float(picked[-count:].sum())
-    found = rolling.score(opened, texts, None, lambda done, of: None)
+    found = evaluate.score_rolling(opened, texts, None, lambda done, of: None)
     assert found.loss == pytest.approx(nll / sum(map(len, lines)), abs=1e-5)

@@ -7,7 +7,7 @@ from helpers.checkpoints import RUN, flip, save
 from helpers.runs import status, write_run
 
 from llmtrain.errors import UserError
-from llmtrain.tools.use.target import KEY, find
+from llmtrain.tools.use.target import KEY, find_target
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def run(tmp_path):
 
 
 def named(path):
-    return find(str(path)).directory.name
+    return find_target(str(path)).directory.name
 
 
 def test_a_run_is_its_best_checkpoint_else_the_newest(run):
@@ -25,7 +25,7 @@ def test_a_run_is_its_best_checkpoint_else_the_newest(run):
     assert named(run) == "step-00000008"
     for step, loss in {12: 3.0, 16: 2.5, 20: 2.5, 24: 2.75}.items():
         save(run / "checkpoints", step, loss=loss)
-    found = find(str(run))
+    found = find_target(str(run))
     assert (found.directory.name, found.step, found.run_dir) == ("step-00000016", 16, run)
     assert named(run / "checkpoints") == "step-00000016"
 
@@ -33,7 +33,7 @@ def test_a_run_is_its_best_checkpoint_else_the_newest(run):
 def test_a_checkpoint_is_itself_and_knows_its_run(run):
     save(run / "checkpoints", 4)
     save(run / "checkpoints", 8, loss=1.0)
-    found = find(str(run / "checkpoints" / "step-00000004"))
+    found = find_target(str(run / "checkpoints" / "step-00000004"))
     assert (found.step, found.run_dir) == (4, run)
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_looks_damaged_is_passed_over(run):
 
 def test_a_model_directory_is_no_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    found = find(str(tmp_path))
+    found = find_target(str(tmp_path))
     assert (found.directory, found.run_dir, found.step) == (tmp_path, None, None)
 
 
@@ -55,7 +55,7 @@ def test_what_is_nothing_is_one_message(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError) as caught:
-        find(given)
+        find_target(given)
     assert [problem.key for problem in caught.value.problems] == [KEY]
 
 
@@ -67,14 +67,14 @@ def test_an_empty_run_an_empty_directory_and_a_partial_checkpoint_are_refused(ru
     (tmp_path / "nothing").mkdir()
     for path in (partial, empty, tmp_path / "nothing"):
         with pytest.raises(UserError, match=KEY):
-            find(str(path))
+            find_target(str(path))
 
 
 def test_a_state_that_is_no_json_is_refused(run):
     save(run / "checkpoints", 4)
     flip(run / "checkpoints" / "step-00000004" / "trainer_state.json", 0)
     with pytest.raises(UserError, match="whole checkpoint"):
-        find(str(run / "checkpoints" / "step-00000004"))
+        find_target(str(run / "checkpoints" / "step-00000004"))
 
 
 def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
@@ -87,6 +87,6 @@ def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
         lambda name, **options: asked.append((name, options["revision"])) or str(tmp_path),
     )
     (tmp_path / "adapter_config.json").write_text(json.dumps({}))
-    found = find("owner/name")
+    found = find_target("owner/name")
     assert (found.directory, found.is_adapter) == (tmp_path, True)
     assert asked == [("owner/name", None)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.tools.use import tasks
+from llmtrain.tools.use import evaluate
 
 TASK = """\
 task: mine
@@ -34,13 +34,13 @@ def written(tmp_path, data):
 def test_ft_29_data_files_without_a_split_are_refused_with_the_remedy(tmp_path, installed):
     for data in ("my.txt", "[a.txt, b.txt]", "{train: my.txt}"):
         with pytest.raises(UserError, match=r"data_files: \{test: FILE\}"):
-            tasks.check([written(tmp_path, data)])
-    tasks.check([written(tmp_path, "{test: my.txt}")])
+            evaluate.check_tasks([written(tmp_path, data)])
+    evaluate.check_tasks([written(tmp_path, "{test: my.txt}")])
 
 
 def test_names_of_tasks_are_left_to_lm_eval(installed):
-    tasks.check(["hellaswag", "arc_easy"])
-    tasks.check([])
+    evaluate.check_tasks(["hellaswag", "arc_easy"])
+    evaluate.check_tasks([])
 
 
 @pytest.mark.parametrize("body", ["a: [", "- list", "dataset_path: text"])
@@ -48,9 +48,9 @@ def test_a_file_without_a_task_is_refused(tmp_path, installed, body):
     path = tmp_path / "wrong.yaml"
     path.write_text(body)
     with pytest.raises(UserError, match="--tasks"):
-        tasks.check([str(path)])
+        evaluate.check_tasks([str(path)])
     with pytest.raises(UserError, match="--tasks"):
-        tasks.check([str(tmp_path / "absent.yaml")])
+        evaluate.check_tasks([str(tmp_path / "absent.yaml")])
 
 
 def test_tasks_of_a_model_without_a_template_are_not_given_as_a_chat():
@@ -58,7 +58,7 @@ def test_tasks_of_a_model_without_a_template_are_not_given_as_a_chat():
     tokenizer = SimpleNamespace(chat_template=None)
     opened = SimpleNamespace(target=SimpleNamespace(given="runs/a"), tokenizer=tokenizer)
     with pytest.raises(UserError, match="whose tokenizer has a chat template") as caught:
-        tasks.run(opened, ["mine"], chat=True)
+        evaluate.run_tasks(opened, ["mine"], chat=True)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("--chat", "runs/a")
 
@@ -66,4 +66,4 @@ def test_tasks_of_a_model_without_a_template_are_not_given_as_a_chat():
 def test_without_the_extra_the_message_names_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'llmtrain\[eval\]'"):
-        tasks.check(["hellaswag"])
+        evaluate.check_tasks(["hellaswag"])

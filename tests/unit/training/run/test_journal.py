@@ -96,7 +96,7 @@ def test_a_status_that_the_disk_refuses_is_an_event_and_told_later(tmp_path, mon
     with closing(journal):
         journal.status(step=1)
         with monkeypatch.context() as full:
-            full.setattr("llmtrain.durable.os.fsync", _refuse)
+            full.setattr("llmtrain.system.os.fsync", _refuse)
             journal.status(checkpoint="step-00000004")
             journal.status(step=2)
         assert status(tmp_path)["checkpoint"] is None
@@ -109,7 +109,7 @@ def test_an_end_that_cannot_be_recorded_is_a_failure_of_the_disk(tmp_path, monke
     journal = Journal(tmp_path, 0)
     with closing(journal):
         journal.status(step=1)
-        monkeypatch.setattr("llmtrain.durable.os.fsync", _refuse)
+        monkeypatch.setattr("llmtrain.system.os.fsync", _refuse)
         with pytest.raises(RunError) as caught:
             journal.end("finished", 0, None)
         monkeypatch.undo()

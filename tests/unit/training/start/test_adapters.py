@@ -20,11 +20,11 @@ from llmtrain.config.schema import Config
 from llmtrain.data.chat.template import NAMED, template_text
 from llmtrain.distributed.engines import state
 from llmtrain.errors import RunError, UserError
+from llmtrain.model import trainable
 from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import add_template, token_ids
-from llmtrain.model.trainable import adapters
-from llmtrain.rundir.auto import Auto
-from llmtrain.training.start.adapters import (
+from llmtrain.rundir.status import Auto
+from llmtrain.training.start.frozen import (
     adapter_files,
     check_base,
     resolve_adapter,
@@ -144,7 +144,7 @@ def processes(model: LlamaForCausalLM, differing: dict[str, list[int]] | None = 
 
 def test_an_adapter_without_values_is_noticed_before_it_trains_in_vain(tmp_path: Path) -> None:
     model = llama()
-    adapters.attach(model, config(tmp_path).adapter)
+    trainable.attach(model, config(tmp_path).adapter)
     files = adapter_files(config(tmp_path), processes(model), model, {})
     assert files.keys() == {"adapter_config.json", "adapter.json"}
     assert json.loads(files["adapter.json"])["base"] == asdict(BASE)
@@ -156,7 +156,7 @@ def test_an_adapter_without_values_is_noticed_before_it_trains_in_vain(tmp_path:
 
 def test_replicas_of_the_base_that_differ_end_the_start(tmp_path: Path) -> None:
     model = llama()
-    adapters.attach(model, config(tmp_path).adapter)
+    trainable.attach(model, config(tmp_path).adapter)
     differing = {"lm_head.weight": [1]}
     with pytest.raises(RunError, match=r"different weights at step 0: lm_head\.weight \(rank 1\)"):
         adapter_files(config(tmp_path), processes(model, differing), model, {})

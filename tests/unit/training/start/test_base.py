@@ -23,9 +23,9 @@ from llmtrain.errors import RunError, UserError
 from llmtrain.model import build as building
 from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import save_tokenizer, special_tokens
-from llmtrain.rundir.auto import Auto
-from llmtrain.training.start import base as bases
-from llmtrain.training.start.base import check_unchanged, decide_base, find_base, known_base
+from llmtrain.rundir.status import Auto
+from llmtrain.training.start import frozen as bases
+from llmtrain.training.start.frozen import check_unchanged, decide_base, find_base, known_base
 
 
 def asked(path: Path | str, **more: Any) -> ModelConfig:

@@ -14,9 +14,9 @@ from helpers.config import loaded
 from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.model import compile as compiling
-from llmtrain.rundir.auto import Auto
-from llmtrain.training.start import by_device
-from llmtrain.training.start.by_device import (
+from llmtrain.rundir.status import Auto
+from llmtrain.training.start import frozen as by_device
+from llmtrain.training.start.frozen import (
     Kernels,
     check_kernels,
     decide_compile,

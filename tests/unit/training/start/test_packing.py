@@ -16,9 +16,8 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.rundir.contents import MANIFEST
-from llmtrain.training.start.packing import small_model, why_apart
 from llmtrain.training.start.prepare import prepare
-from llmtrain.training.start.trials.isolation import bare_forward, check_padding
+from llmtrain.training.start.trials import bare_forward, check_padding, small_model, why_apart
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from helpers import chats, corpus
 
-from llmtrain import heartbeat
+from llmtrain import system
 from llmtrain.config.schema import Config
 from llmtrain.data.chat.template import named_template
 from llmtrain.data.state import DataState
@@ -124,7 +124,7 @@ def test_the_watchdog_sees_every_file_unit_and_text_that_is_looked_at(
     config, run_dir, tmp_path, monkeypatch
 ):
     phases = Counter()
-    monkeypatch.setattr(heartbeat, "beat", lambda phase, *_: phases.update([phase]))
+    monkeypatch.setattr(system, "beat", lambda phase, *_: phases.update([phase]))
     for number in (1, 2):
         corpus.write_parquet(tmp_path / "data" / f"{number}.parquet", corpus.articles(60))
     tree = config.model_dump(by_alias=True, exclude_unset=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config.schema import CheckpointConfig
-from llmtrain.training.stop.requests import Requests
+from llmtrain.training.stop import Requests
 from llmtrain.types import Flags
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.training.stop import signals as stop
+from llmtrain.training import stop
 
 
 def test_signals_become_a_reason_and_the_old_handlers_come_back() -> None:
@@ -45,7 +45,7 @@ def test_nohup_is_respected() -> None:
 def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
     program = (
         "import os, signal, threading\n"
-        "from llmtrain.training.stop.signals import install\n"
+        "from llmtrain.training.stop import install\n"
         "signals = install()\n"
         "with signals.alone(lambda reason: print('stopped by', reason, flush=True) or 0):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -60,7 +60,7 @@ def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
 def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None:
     program = (
         "import ctypes, os, signal, threading\n"
-        "from llmtrain.training.stop.signals import install\n"
+        "from llmtrain.training.stop import install\n"
         "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
         "with install().alone(lambda reason: print('stopped by', reason, flush=True) or 7):\n"
         "    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
@@ -75,7 +75,7 @@ def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None
 # As in a reduction whose peer hangs: no signal ends the wait for a lock of C, no handler runs.
 STUCK = (
     "import ctypes, os, signal, sys, threading\n"
-    "from llmtrain.training.stop import signals as stop\n"
+    "from llmtrain.training import stop\n"
     "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
     "def wait_for_ever():\n"
     "    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)\n"
@@ -142,7 +142,7 @@ def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
     """`train | tee log`: Ctrl-C has ended tee when the handler speaks."""
     program = (
         "import os, signal\n"
-        "from llmtrain.training.stop.signals import install\n"
+        "from llmtrain.training.stop import install\n"
         "signals = install()\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "assert signals.reason == 'SIGINT'\n"
@@ -160,7 +160,7 @@ def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
 def test_who_cannot_record_a_stop_ends_with_1_and_says_why() -> None:
     program = (
         "import os, signal, threading\n"
-        "from llmtrain.training.stop.signals import install\n"
+        "from llmtrain.training.stop import install\n"
         "def full(reason): raise OSError(28, 'No space left on device')\n"
         "with install().alone(full):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -208,7 +208,7 @@ def test_a_run_that_is_over_is_not_stopped_any_more() -> None:
 def test_it_needs_the_standard_library_alone() -> None:
     program = (
         "import sys; before = set(sys.modules)\n"
-        "import llmtrain.training.stop.signals\n"
+        "import llmtrain.training.stop\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'accelerate'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

@@ -259,7 +259,7 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
     small = used.model(rows=rows - 2, tie_word_embeddings=tied)
     base = base_of(tmp_path, small)
     from llmtrain.tools.use.load import grow, open_model
-    from llmtrain.tools.use.target import find
+    from llmtrain.tools.use.target import find_target
 
     bigger = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     grow(bigger, rows)
@@ -274,10 +274,10 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
     from llmtrain.tools.use.export import export as tool
 
     expected = used.logits(with_adapter(grown, checkpoint), rows)
-    opened = open_model(find(str(checkpoint))).model
+    opened = open_model(find_target(str(checkpoint))).model
     bound = 1e-5 * float(expected.abs().max())
     assert float((used.logits(opened, rows) - expected).abs().max()) <= bound
-    weights = tool.merge.merged_weights(find(str(checkpoint)), rows, "F32")
+    weights = tool.merge.merged_weights(find_target(str(checkpoint)), rows, "F32")
     found = {name: torch.cat([*weights.read(name)]) for name in weights.specs}
     config = weights.config
     made = AutoModelForCausalLM.from_config(config)
@@ -308,10 +308,10 @@ def test_an_adapter_that_lacks_a_tensor_or_has_another_is_refused(tmp_path):
             json.dumps(settings | {"target_modules": targets})
         )
         from llmtrain.tools.use.export import merge
-        from llmtrain.tools.use.target import find
+        from llmtrain.tools.use.target import find_target
 
         with pytest.raises(UserError, match=found):
-            merge.merged_weights(find(str(checkpoint)), 1, "F32")
+            merge.merged_weights(find_target(str(checkpoint)), 1, "F32")
 
 
 def test_an_adapter_whose_base_is_gone_is_refused(tmp_path):
@@ -405,9 +405,9 @@ def test_the_card_of_an_adapter_names_its_base_and_takes_over_its_licence(tmp_pa
         json.dumps({"base": {"path": "owner/name", "revision": "abc"}})
     )
     from llmtrain.tools.use.export import card
-    from llmtrain.tools.use.target import find
+    from llmtrain.tools.use.target import find_target
 
-    text = card.text(find(str(checkpoint)), "fp32", merged=True)
+    text = card.text(find_target(str(checkpoint)), "fp32", merged=True)
     assert "base_model: owner/name" in text
     assert "| base | owner/name at abc |" in text
     assert "library_name: transformers" in text

@@ -14,14 +14,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
 from llmtrain.model import attention
-from llmtrain.model.documents import JOINED
+from llmtrain.model.attention import JOINED
 from llmtrain.training.run import rng
-from llmtrain.training.start.trials import isolation
-from llmtrain.training.start.trials.isolation import (
-    bare_forward,
-    check_documents_apart,
-    find_hiding,
-)
+from llmtrain.training.start import trials
+from llmtrain.training.start.trials import bare_forward, check_documents_apart, find_hiding
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
@@ -141,7 +137,7 @@ def test_rows_are_joined_for_kernels_that_take_borders(
     with torch.no_grad(), pytest.raises(UserError, match="hide documents"):
         find_hiding(*tried)
     assert not any("seq_idx" in asked for asked in model.asked)
-    monkeypatch.setattr(isolation, "_BORDERS", {"cpu"})
+    monkeypatch.setattr(trials, "_BORDERS", {"cpu"})
     if takes_borders:
         with torch.no_grad():
             assert find_hiding(*tried) == JOINED

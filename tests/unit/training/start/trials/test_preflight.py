@@ -9,7 +9,7 @@ from helpers.config import SMALLEST, written
 
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
-from llmtrain.training.start.trials.preflight import rules_of_a_launch, rules_of_this_process
+from llmtrain.training.start.claim import rules_of_a_launch, rules_of_this_process
 
 TWO = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 

@@ -9,8 +9,8 @@ from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.metrics import memory
 from llmtrain.training.run import rng
-from llmtrain.training.start.trials import trial_pass
-from llmtrain.training.start.trials.trial_pass import Trial
+from llmtrain.training.start import trials
+from llmtrain.training.start.trials import Trial
 
 CUDA = torch.device("cuda")
 
@@ -46,14 +46,14 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
     def fitting(candidates: list[int]) -> int:
         engine = SimpleNamespace(clear=clear)
         launched: Any = SimpleNamespace(engine=engine, ranks=seen.ranks, device=CUDA)
-        return trial_pass.fitting_micro_batch(Trial(seen.model, launched, 8, 5), candidates)
+        return trials.fitting_micro_batch(Trial(seen.model, launched, 8, 5), candidates)
 
     seen.fitting = fitting
     captured, restored = rng.capture, rng.restore
     host = torch.device("cpu")
     monkeypatch.setattr(rng, "capture", lambda _: captured(host))
     monkeypatch.setattr(rng, "restore", lambda states, _: restored(states, host))
-    monkeypatch.setattr(trial_pass, "_pass", one_pass)
+    monkeypatch.setattr(trials, "_pass", one_pass)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(memory, "reset_peak", lambda device: seen.peaks.append(device) or 0)
     return seen
@@ -87,4 +87,4 @@ def test_none_that_fits_is_a_problem_of_the_config(tried: Any) -> None:
 
 def test_on_a_cpu_nothing_is_tried() -> None:
     launched: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert trial_pass.fitting_micro_batch(Trial(nn.Module(), launched, 8, 5), [8, 4]) == 8
+    assert trials.fitting_micro_batch(Trial(nn.Module(), launched, 8, 5), [8, 4]) == 8

@@ -1,22 +1,132 @@
-"""What a process asks of the operating system about itself, its parent and its children.
+"""Writes that survive a crash: a file is written completely or not at all.
+
+A rename is on the disk only after its directory has been synced.
+
+What a process asks of the operating system about itself, its parent and its children.
 
 Linux can send a signal to a child whose parent dies (`prctl`, PR_SET_PDEATHSIG). Elsewhere these
 calls do nothing. The trap: the parent may have died before the child asked, so afterwards the child
 has to compare `os.getppid()` with the parent's process id.
+
+The heartbeat of this process: a count of finished work, and what the process is doing.
+
+The watchdog reads it, and a person is shown it while nothing else is. A call costs a few
+assignments, since `beat` is called in the innermost loops: at each micro-batch, block of an
+evaluation, wait for data, 64 MiB of a file, vote and stage of the start. This module uses only the
+standard library.
+
+Checks that file names from elsewhere lead to regular files inside their directory.
+
+Anybody can write an index or a manifest. Opening the files that it names would silently follow
+`../x` and symbolic links.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
+import logging
 import os
+import secrets
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Thread
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
+
+# ENOTDIR: the directory is a file now. ESTALE: another client of NFS removed the file.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_log = logging.getLogger(__name__)
+
+
+def write_durably(path: Path, data: bytes, *, sync: bool = True, shared: bool = False) -> None:
+    """Replace a file with these bytes. sync, shared: as in `replacing`. Raises OSError."""
+    with replacing(path, sync=sync, shared=shared) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = True, shared: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that is renamed to `path` after the block, or removed if the block raises.
+
+    sync: wait until the file is on the disk; otherwise a power cut may lose it, but a kill cannot
+        damage it
+    shared: several processes or threads may write the same path at the same time
+
+    Raises OSError.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    if shared:
+        partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("w+b") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+        if sync:
+            sync_directory(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def close_on_error(descriptor: int) -> Iterator[int]:
+    """Close a file if the block raises; otherwise it stays open."""
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        yield descriptor
+        stack.pop_all()
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether the file at a path is still the open one, neither removed nor replaced.
+
+    True if the disk does not answer: the next write will fail anyway.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError as error:
+        return error.errno not in _GONE
+
+
+def is_gone(path: Path) -> bool:
+    """Whether a path does not exist. False if the disk does not answer."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in _GONE
+    return False
+
+
+def sync_directory(*directories: Path) -> None:
+    """Make the entries of directories durable. Raises OSError."""
+    for directory in directories:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot sync a directory. They make its entries durable
+            # themselves, or never.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            _warn_unsynced()
+        finally:
+            os.close(descriptor)
+
+
+@functools.cache
+def _warn_unsynced() -> None:
+    """Warn, once in a process, that directories cannot be synced."""
+    _log.warning("this file system cannot fsync directories: a power cut may lose what was written")
+
 
 T = TypeVar("T")
 
@@ -198,7 +308,7 @@ def is_alive(pid: int) -> bool:
     return not fields or fields[0] not in ("Z", "X")
 
 
-def begin(work: Callable[[], T], name: str) -> Future[T]:
+def begin_in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Start `work` in a daemon thread and return a future of its result or exception.
 
     An executor is not used: at exit, Python would wait for its threads, even for one that hangs.
@@ -236,3 +346,64 @@ def _stat(pid: int) -> list[str]:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+_count = 0
+_phase = "the start"
+_done = 0
+_of = 0
+
+
+def beat(phase: str, done: int = 0, of: int = 0) -> None:
+    """Count a piece of work as finished.
+
+    phase: what comes next, in words for people
+    done, of: number of pieces of this phase, the next one included, and of all; 0 = not known
+    """
+    global _count, _phase, _done, _of
+    _count += 1
+    _phase, _done, _of = phase, done, of
+
+
+def beat_again() -> None:
+    """Count a piece of work as finished, within the phase of the last `beat`."""
+    global _count
+    _count += 1
+
+
+def last_beat() -> tuple[int, str]:
+    """Return how often `beat` was called in this process, and its last phase."""
+    return _count, _phase
+
+
+def beat_in_words() -> str:
+    """Return the last phase with its count, if there is one: `looking into files (3 of 20)`."""
+    phase, done, of = _phase, _done, _of
+    if not done:
+        return phase
+    return f"{phase} ({done:,} of {of:,})" if of else f"{phase} ({done:,})"
+
+
+def unsafe_name(name: str) -> str | None:
+    """Return what is wrong with a file's name; None for a plain relative path."""
+    path = PurePosixPath(name)
+    plain = name.isprintable() and "\\" not in name and path.as_posix() == name
+    if not plain or path.is_absolute() or not path.parts or ".." in path.parts:
+        return f"{name!r} is not a plain path inside the directory"
+    return None
+
+
+def unsafe_file(directory: Path, name: str, root: Path | None = None) -> str | None:
+    """Return what is wrong with a file whose name is safe; None for a regular file inside.
+
+    root: the directory in which the real path must be; None = `directory`
+
+    Raises OSError for a file that does not exist.
+    """
+    real = Path(os.path.realpath(directory / name))
+    allowed = Path(os.path.realpath(root or directory))
+    if not real.is_relative_to(allowed):
+        return f"{name} leads out of the directory, to {real}"
+    if not stat.S_ISREG(real.stat().st_mode):
+        return f"{name} is not a regular file"
+    return None

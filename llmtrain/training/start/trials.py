@@ -9,12 +9,28 @@ more sensitive: it compares equal shapes, so rounding does not differ.
 A model may also choose something for the whole micro-batch, as ropes do that depend on the longest
 document. So one row has the last positions of a block, which only a long document reaches. In the
 second test it has them only once.
+
+A forward and backward whose results are discarded, before a run's state is loaded.
+
+DDP orders its buckets by the first backward it sees. Without this pass, a resumed run would sum the
+gradients of its first step in another order than an uninterrupted run, and with three or more
+processes the last bits would differ. Also, a lack of memory is noticed before the first step.
+
+How conversations are packed, decided before a run's manifest is made.
+
+Conversations share blocks where the model can hide those of a block from each other; else each has
+a block of its own. Which of both holds is a property of the model's code, so it is tried on a small
+random model of the same config, on the CPU: the same on every machine, and without any weights. The
+start tries the loaded model again (`trials/isolation.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +38,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from llmtrain import system
 from llmtrain.agreement import agreed
 from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import Problem, UserError, first_line
-from llmtrain.model import rope
-from llmtrain.model.attention import backend, model_keywords
+from llmtrain.metrics import memory
+from llmtrain.model import attention
+from llmtrain.model.attention import JOINED, STEP, backend, document_tensors, model_keywords
 from llmtrain.model.compile import uncompiled
-from llmtrain.model.documents import JOINED, STEP, document_tensors
+from llmtrain.model.count import shorten
 from llmtrain.model.loss import made_up_batch
+from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.training.run.rng import leaving_no_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +186,7 @@ def _refuse_length(model: PreTrainedModel, seq_len: int, seen: str) -> None:
 
     seen: what was found.
     """
-    kind, original = rope.change(model) or ("", seq_len)
+    kind, original = attention.rope_change(model) or ("", seq_len)
     if seq_len > original:
         expected = (
             f"at most {original}: beyond it the {kind} rope depends on the longest document of a "
@@ -242,7 +262,9 @@ def check_padding(
     others = ids.clone()
     others[0, real:] = (ids[0, real:] + 1) % vocabulary
     placed: dict[str, Tensor] = {}
-    if rope.change(model) is not None:  # as `padding_tensors`, beside a row as long as a block
+    if (
+        attention.rope_change(model) is not None
+    ):  # as `padding_tensors`, beside a row as long as a block
         positions = torch.arange(size, device=device).repeat(2, 1)
         positions[0, real:], positions[1] = 0, positions[1] + seq_len - size
         placed["position_ids"] = positions
@@ -277,3 +299,171 @@ def _refuse_one_length(model: PreTrainedModel, forward: Forward, ids: Tensor) ->
         raise UserError(Problem("data.packing", "single", expected, "another model")) from error
     finally:
         model.train(training)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A prepared model, and what is needed to run it on made-up tokens.
+
+    hiding: the attention that hides documents, None if they are not hidden
+    compiled: whether the model is compiled
+    """
+
+    model: nn.Module
+    launched: Launched
+    seq_len: int
+    vocabulary: int
+    hiding: str | None = None
+    compiled: bool = False
+
+
+def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
+    """Make a forward and backward with gradient synchronisation.
+
+    Afterwards buffers and random states are restored and gradients are cleared.
+    """
+    with leaving_no_trace(trial.model, trial.launched.device):
+        _pass(trial, micro_batch_size, last=True)
+        trial.launched.engine.clear()
+
+
+def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
+    """Return the first of `candidates` (in descending order) that fits the memory of every device.
+
+    Each rank tries two micro-batches by itself without synchronisation, and then all vote: a rank
+    that ran out of memory inside a collective would leave the others hanging. Nothing is tried on a
+    CPU, which does not report that memory runs out. State is restored as by `discarded_pass`, and
+    candidates that did not fit do not count in the run's peak memory. Raises UserError if none
+    fits.
+    """
+    device = trial.launched.device
+    if device.type != "cuda":
+        return candidates[0]
+    for micro_batch_size in candidates:
+        system.beat("trying a micro-batch")
+        failed = 0
+        with leaving_no_trace(trial.model, device):
+            try:
+                for _ in range(2):
+                    _pass(trial, micro_batch_size, last=False)
+            except torch.cuda.OutOfMemoryError:
+                failed = 1
+            trial.launched.engine.clear()
+        torch.cuda.empty_cache()
+        if not trial.launched.ranks.highest(failed):
+            return micro_batch_size
+        memory.reset_peak(device)
+    expected = "a forward and backward that fit this device's memory"
+    remedy = "a smaller model, a shorter data.seq_len or a device with more memory"
+    raise UserError(Problem("training.micro_batch_size", candidates[-1], expected, remedy))
+
+
+def _pass(trial: Trial, rows: int, *, last: bool) -> None:
+    engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
+    ids = made_up_batch(rows, seq_len, trial.vocabulary, device)
+    halves = [np.array([0, seq_len // 2])] * rows
+    documents = {}
+    if trial.hiding:
+        name, compiled = trial.hiding, trial.compiled
+        documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
+    with engine.micro(last=last):
+        loss = trial.model(input_ids=ids, labels=ids, all_trained=True, **documents)
+        engine.backward(loss, torch.ones((), device=device))
+
+
+_CPU = torch.device("cpu")
+_VOCABULARY = 256
+_CHUNK = 16  # of a state-space layer
+_MOST_PARAMETERS = 400_000_000  # of a model that is tried: 1.6 GB
+_FACTORS = (16, 8, 4, 2, 1)  # by which widths are divided; not every config can be built smaller
+_NARROWEST = 64  # hidden size that is not divided
+_SPREAD = 3.0  # larger weights than a fresh model's, which let little through from token to token
+_WIDTH = re.compile(r"(_size|dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
+_NO_WIDTH = re.compile(r"vocab|chunk|block|window|kernel|conv|num_")
+_known: dict[str, str] = {}  # what `why_apart` has found, by all that it depends on
+
+
+def why_apart(config: Any, seq_len: int) -> str:
+    """Return why the conversations of a new run cannot share blocks; "" if they can.
+
+    config: of transformers; it is not changed
+
+    A model that cannot be built small is tried only when it is loaded.
+    """
+    key = f"{seq_len} {config.to_json_string()}"
+    if key not in _known:
+        _known[key] = _tried(config, seq_len)
+    return _known[key]
+
+
+def _tried(config: Any, seq_len: int) -> str:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = small_model(config)
+    if model is None:
+        return ""
+    attention.install(model, seq_len, tell=False)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(_SPREAD)
+        return what_is_seen(model, bare_forward(model, _CPU, "fp32"), _CPU, "fp32", seq_len)
+
+
+def small_model(config: Any) -> PreTrainedModel | None:
+    """Return a small random model with each kind of block of a config; None if none can be built.
+
+    config: of transformers; it is not changed
+    """
+    width = getattr(config.get_text_config(), "hidden_size", _NARROWEST)
+    for factor in _FACTORS:
+        if factor > 1 and width < _NARROWEST * factor:
+            continue
+        try:
+            small = _narrow(config, factor)
+            whole = blocks(on_meta(copy.deepcopy(small)))
+            for count in dict.fromkeys((_kinds(small, whole), len(whole))):
+                short = shorten(small, len(whole), count)
+                parameters = on_meta(copy.deepcopy(short)).parameters()
+                if sum(one.numel() for one in parameters) > _MOST_PARAMETERS:
+                    continue
+                model = from_config(short)
+                with torch.no_grad():
+                    model.eval()(torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
+                return model
+        except (*CANNOT_BUILD, UserError) as error:
+            _log.debug("not built with widths divided by %d: %s", factor, error)
+    return None
+
+
+def _narrow(config: Any, factor: int) -> Any:
+    """Return a copy of a config with few tokens, and widths divided by a factor."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    for name, value in text.to_dict().items():
+        if type(value) is not int:
+            continue
+        if name.endswith("_token_id"):
+            setattr(text, name, min(value, _VOCABULARY - 1))
+        elif name.endswith("chunk_size") and value > _CHUNK:  # rows are filled up to it
+            setattr(text, name, _CHUNK)
+        elif _WIDTH.search(name) and not _NO_WIDTH.search(name) and value % factor == 0:
+            setattr(text, name, value // factor)
+    text.vocab_size = min(text.vocab_size, _VOCABULARY)
+    return small
+
+
+def _kinds(config: Any, whole: list[torch.nn.Module]) -> int:
+    """Return how many blocks, from the first one on, have all kinds of blocks among them."""
+    number = len(whole)
+    lists = [
+        value
+        for value in config.get_text_config().to_dict().values()
+        if isinstance(value, list) and len(value) == number
+    ]
+    kinds = [
+        (repr(block), *(str(values[at]) for values in lists)) for at, block in enumerate(whole)
+    ]
+    last = max((kinds.index(kind) for kind in set(kinds)), default=0)
+    return min(number, max(2, last + 1))

@@ -9,17 +9,29 @@ peft changes the model in place and wraps nothing around it, so it is still a tr
 with a loss, blocks and attention. The trap: peft gives its matrices the dtype of the layer that
 they belong to. So the base is cast after they exist, and they stay fp32. peft is imported where it
 is used, because that takes a second, which other runs need not wait for.
+
+`model.freeze`: parameters that are not trained and keep their initial values.
+
+A tied parameter has several names, and any of them freezes it.
+
+Four-bit weights of a frozen base (qlora): nf4 with double quantization, by bitsandbytes.
+
+The model is built as any other; then its linear layers are replaced. Their weights are still whole
+numbers of 16 bits: bitsandbytes quantizes each when it is moved to its device.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +41,113 @@ from transformers.pytorch_utils import Conv1D
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
-from llmtrain.model.trainable import quantized
 
-KEY = "adapter.targets"
+_FREEZE = "model.freeze"
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Set requires_grad to False for all parameters whose names match a pattern (`*`, `?`).
+
+    model: the bare model, which may be on meta. Raises UserError for each pattern that matches
+    nothing, and if nothing would be left to train.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in named]
+    unmatched = [pattern for pattern in patterns if not any(fnmatchcase(n, pattern) for n in names)]
+    if unmatched:
+        raise UserError(*(no_match(_FREEZE, pattern, names) for pattern in unmatched))
+    frozen = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if {id(p) for p in frozen} == {id(p) for _, p in named}:
+        asked = ", ".join(patterns)
+        raise UserError(
+            Problem(_FREEZE, asked, f"something left to train of {len(names)} parameters")
+        )
+    for parameter in frozen:
+        parameter.requires_grad = False
+
+
+def no_match(key: str, pattern: str, names: Sequence[str]) -> Problem:
+    """Return the problem of a pattern that matches none of these parameter names."""
+    near = difflib.get_close_matches(pattern.strip("*?."), names, n=3, cutoff=0.3)
+    inside = [name for name in names if pattern.strip("*?.") in name][:3]  # without stars
+    shown = ", ".join(inside or near or names[:3])
+    return Problem(key, pattern, "a pattern that matches a parameter's name", f"like {shown}")
+
+
+def missing_for_four_bits(*, cpu: bool) -> Iterator[Problem]:
+    """Yield what keeps `adapter.kind: qlora` from working on this machine."""
+    key, kind = "adapter.kind", "qlora"
+    if cpu:
+        yield Problem(key, kind, "a CUDA device for weights in four bits", "adapter.kind=lora")
+    elif importlib.util.find_spec("bitsandbytes") is None:
+        expected = "bitsandbytes, which is not here"
+        yield Problem(
+            key, kind, expected, "pip install 'llmtrain[quantized]', or adapter.kind=lora"
+        )
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the layers whose weights are held in four bits: linear, not the head."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
+
+
+def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Replace the linear layers by layers of four bits, in place.
+
+    dtype: of the forward, from which the weights are quantized
+    """
+    import bitsandbytes as bnb
+
+    for name in linear_layers(model):
+        dense = model.get_submodule(name)
+        # Without a dtype for now, or peft would give its matrices that dtype.
+        four = bnb.nn.Linear4bit(
+            dense.in_features,
+            dense.out_features,
+            bias=dense.bias is not None,
+            compute_dtype=None,
+            quant_type="nf4",
+            device=torch.device("meta"),
+        )
+        weight = dense.weight.detach().to(dtype)
+        four.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=four)
+        if dense.bias is not None:
+            four.bias = nn.Parameter(dense.bias.detach(), requires_grad=False)
+        model.set_submodule(name, four)
+
+
+@contextmanager
+def as_quantized(model: Any) -> Iterator[None]:
+    """Mark a model with four-bit layers in this context, as peft expects it."""
+    if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
+        yield
+        return
+    model.is_loaded_in_4bit = True
+    try:
+        yield
+    finally:
+        del model.is_loaded_in_4bit
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the four-bit layers of a model compute in `dtype`."""
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.compute_dtype, module.compute_type_is_set = dtype, True
+
+
+def is_quantized(weight: nn.Parameter) -> bool:
+    """Whether a parameter holds four-bit weights, now or once it is on its device."""
+    return type(weight).__name__ == "Params4bit"
+
+
+_TARGETS = "adapter.targets"
 CONFIG_FILE = "adapter_config.json"  # as peft names it
 BASE_FILE = "adapter.json"
 _NAME = "default"  # of the adapter, as peft calls the only one
@@ -63,9 +179,9 @@ def attach(
         return
     targets = find_targets(model, config.targets)
     if config.kind == "qlora" and not meta:
-        quantized.quantize(model, dtype)
+        quantize(model, dtype)
     inject(model, config, targets, new_tokens, meta=meta)
-    quantized.compute_in(model, dtype)
+    compute_in(model, dtype)
     hold_base(model, dtype)
     if not meta:
         _log.info(
@@ -84,7 +200,7 @@ def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple
     if patterns == "auto":
         if not layers:
             expected = "a model with linear layers that can have an adapter"
-            raise UserError(Problem(KEY, "auto", expected))
+            raise UserError(Problem(_TARGETS, "auto", expected))
         return tuple(layers)
     asked = (patterns,) if isinstance(patterns, str) else patterns
     unmatched = (one for one in asked if not any(_matches(one, name) for name in layers))
@@ -121,7 +237,7 @@ def inject(
         use_dora=config.kind == "dora",
         trainable_token_indices=_token_rows(model, new_tokens) if new_tokens else None,
     )
-    with warnings.catch_warnings(), quantized.as_quantized(model):
+    with warnings.catch_warnings(), as_quantized(model):
         # That the weights of a Conv1D lie the other way round; peft finds that out by itself.
         warnings.simplefilter("ignore", UserWarning)
         inject_adapter_in_model(settings, model, low_cpu_mem_usage=meta)
@@ -137,7 +253,7 @@ def hold_base(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) ->
     held: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is None or not weight.is_floating_point() or quantized.is_quantized(weight):
+            if weight is None or not weight.is_floating_point() or is_quantized(weight):
                 continue
             if weight.dtype == dtype or (weight.requires_grad and not trained):
                 continue
@@ -152,7 +268,7 @@ def adapted_layers(model: nn.Module) -> list[str]:
     return [name for name, one in model.named_modules() if "lora_A" in dict(one.named_children())]
 
 
-def files(model: PreTrainedModel, base: Base) -> dict[str, bytes]:
+def adapter_files(model: PreTrainedModel, base: Base) -> dict[str, bytes]:
     """Return name → content of the files beside an adapter's tensors.
 
     base: what the adapter is trained on
@@ -264,11 +380,11 @@ def _no_match(pattern: str, model: nn.Module, layers: Sequence[str]) -> Problem:
             f"a linear layer other than the head and a mixture's routers; {other} is not one: it "
             "and experts that are stacked in one tensor get no adapter"
         )
-        return Problem(KEY, pattern, expected)
+        return Problem(_TARGETS, pattern, expected)
     ends = list(dict.fromkeys(map(_last, layers)))
     near = difflib.get_close_matches(_last(pattern).strip("*?"), ends, n=3, cutoff=0.5) or ends[:3]
     expected = "a pattern that matches the name of a linear layer"
-    return Problem(KEY, pattern, expected, f"nearest: {', '.join(near)}" if near else "")
+    return Problem(_TARGETS, pattern, expected, f"nearest: {', '.join(near)}" if near else "")
 
 
 def _token_rows(model: PreTrainedModel, ids: Sequence[int]) -> list[int] | dict[str, list[int]]:
