@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.text import first_line, harmless
+
 UNKNOWN_KEY = "unknown key"
 DISK_FAILED = 74
 RESTARTABLE = 75
@@ -45,24 +47,6 @@ EXIT_CODES = {
 NOT_ON_WINDOWS = "llmtrain runs on Linux, not on Windows: install it in WSL (`wsl --install`)"
 
 _LINES = "\n"  # not escaped in messages of several lines
-
-
-def harmless(text: str, keep: str = "") -> str:
-    """Escape every character that is not printable, since a terminal might act on it.
-
-    File names and texts come from elsewhere. They could move the cursor or reverse the direction of
-    writing.
-
-    keep: characters that stay as they are, such as `\\n` in a message of several lines
-    """
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +188,3 @@ class PeerError(RunError):
 
     def __str__(self) -> str:
         return harmless(str(self.args[0]), keep=_LINES)
-
-
-def gib(count: int) -> str:
-    """Return bytes in GiB or MiB, in words."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -43,6 +43,7 @@ from llmtrain.checkpoint.candidates import is_of_run
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.system import close_on_error
+from llmtrain.text import size
 
 _SYNCS = 8  # fsyncs at the same time
 _OPEN = 64  # files that may wait for their fsync
@@ -238,15 +239,6 @@ def check_room(
         problems.append(Problem("run.dir", root, expected, remedy))
     raise_any(problems)
     return needed
-
-
-def size(count: float) -> str:
-    """Format a number of bytes for people."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
 
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ import typer
 
 from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, runs, show
 from llmtrain.cli.watch import ProgressLine
-from llmtrain.errors import gib, harmless
+from llmtrain.text import harmless, size
 
 if TYPE_CHECKING:
     from llmtrain.tools.checkpoints.look import Listing, Row, Verified
@@ -134,8 +134,8 @@ def listing(found: Listing) -> Iterator[str]:
     for row in found.rows:
         valid = {None: "", True: "yes", False: "no"}[row.valid]
         loss = "" if row.loss is None else f"{row.loss:.4f}"
-        size = gib(row.bytes)
-        line = f"{row.name:<{name}}{size:>{_SIZE}}{loss:>{_LOSS}}  {valid:<7}{_why(row, found)}"
+        line = f"{row.name:<{name}}{size(row.bytes):>{_SIZE}}{loss:>{_LOSS}}  {valid:<7}"
+        line += _why(row, found)
         yield line.rstrip()
         for wrong in row.wrong or ():
             yield f"    {wrong}"
@@ -146,7 +146,7 @@ def verification(one: Verified) -> Iterator[str]:
     state = "damaged" if one.problems else "ok"
     if one.other_format:
         state = "another format"
-    yield f"{one.name:<16}{state:<8} {gib(one.bytes)} in {one.seconds:.1f} s"
+    yield f"{one.name:<16}{state:<8} {size(one.bytes)} in {one.seconds:.1f} s"
     for problem in one.problems:
         if one.other_format:
             yield f"    {problem.value}; this needs {problem.expected}"
@@ -160,7 +160,7 @@ def pruning(found: Pruned) -> Iterator[str]:
     for word, rows in (("goes", found.goes), ("stays", found.stays)):
         for row in rows:
             why = ", ".join((*row.kept, *([] if row.kind == "complete" else [row.kind])))
-            yield f"{word:<7}{row.name:<30}{gib(row.bytes):>{_SIZE}}  {why}".rstrip()
+            yield f"{word:<7}{row.name:<30}{size(row.bytes):>{_SIZE}}  {why}".rstrip()
             yield from (f"    {wrong}" for wrong in row.wrong or () if row.kind == "unreadable")
     if found.lost:
         yield "warning: no checkpoint of this run is valid; what was renamed stays"
@@ -168,9 +168,9 @@ def pruning(found: Pruned) -> Iterator[str]:
     if not found.goes:
         yield "nothing to delete"
     elif found.deleted:
-        yield f"deleted {count}, {gib(found.bytes)}"
+        yield f"deleted {count}, {size(found.bytes)}"
     else:
-        yield f"would delete {count}, {gib(found.bytes)}; --yes deletes"
+        yield f"would delete {count}, {size(found.bytes)}; --yes deletes"
 
 
 def rehearsal(found: Rehearsal) -> Iterator[str]:
@@ -203,13 +203,13 @@ def _why(row: Row, found: Listing) -> str:
 
 
 def _progress() -> Callable[[str, int, int], None]:
-    """Return a function that shows the progress of a large checkpoint; size 0 clears the line."""
+    """Return a function that shows the progress of a large file; 0 bytes clear the line."""
     line = ProgressLine(wait=True)
 
-    def tell(name: str, size: int, done: int) -> None:
-        if not size:
+    def tell(name: str, whole: int, done: int) -> None:
+        if not whole:
             line.clear()
-        elif size >= _LARGE_BYTES and line.is_due():
-            line.show(f"{name}: {gib(done)} of {gib(size)}")
+        elif whole >= _LARGE_BYTES and line.is_due():
+            line.show(f"{name}: {size(done)} of {size(whole)}")
 
     return tell

@@ -17,7 +17,8 @@ import typer
 
 from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, configs_and_runs
 from llmtrain.cli.options import show as show_lines
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import harmless
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config

@@ -26,14 +26,11 @@ from llmtrain.cli.options import (
     ConfigFile,
     Overrides,
     RunDir,
-    clip,
-    columns,
     show,
-    wrap,
 )
 from llmtrain.cli.watch import ProgressLine, busy
-from llmtrain.errors import harmless
 from llmtrain.system import cores
+from llmtrain.text import columns, fit, harmless, wrap
 
 if TYPE_CHECKING:
     from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
@@ -88,7 +85,7 @@ def _mark(name: str, of: Inspection | SourceFacts) -> str:
 
 
 def _source(source: SourceFacts) -> Iterator[str]:
-    name = clip(harmless(source.name), 40)
+    name = fit(harmless(source.name), 40)
     yield f"source {name}: {source.files:,} files, {source.units:,} units"
     if source.revision:
         yield f"{INDENT}revision {source.revision}"
@@ -125,7 +122,7 @@ def _block(block: Shown) -> Iterator[str]:
     share = trained / max(1, len(block.text))
     padding = f", {block.padding:,} tokens of padding" if block.padding else ""
     source = "no source" if block.source is None else harmless(block.source)
-    yield clip(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
+    yield fit(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
     edges = [0, *block.borders, len(block.text)]
     texts = [_with_marks(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
@@ -205,7 +202,7 @@ def _row(document: Found) -> tuple[str, ...]:
 
 
 def _in_columns(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [clip(cell, width) for cell, width in zip(row, widths, strict=True)]
+    cells = [fit(cell, width) for cell, width in zip(row, widths, strict=True)]
     gaps = [" " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True)]
     return "  ".join(cell + gap for cell, gap in zip(cells, gaps, strict=True)).rstrip()
 

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.options import WIDTH, clip, wrap
+from llmtrain.cli.options import WIDTH
 from llmtrain.cli.options import show as print_lines
 from llmtrain.cli.watch import ProgressLine
-from llmtrain.errors import harmless
+from llmtrain.text import fit, harmless, wrap
 
 if TYPE_CHECKING:
     from llmtrain.tools.doctor.case import Verdict
@@ -42,7 +42,7 @@ def show(
 
     def tell(name: str) -> None:
         if line.moves:
-            line.show(clip(f"looking at {name} …", WIDTH - 1))
+            line.show(fit(f"looking at {name} …", WIDTH - 1))
 
     checks = {}
     for name, check in doctor(config, overrides, accelerate, skip, told=tell):

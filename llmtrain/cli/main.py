@@ -29,7 +29,8 @@ from llmtrain.cli.options import (
     recipes,
     runs,
 )
-from llmtrain.errors import NOT_ON_WINDOWS, UserError, harmless
+from llmtrain.errors import NOT_ON_WINDOWS, UserError
+from llmtrain.text import harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.launch.launch import Ended

@@ -22,17 +22,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
-from unicodedata import combining, east_asian_width
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmtrain import config as config_package
-from llmtrain.errors import harmless
-from llmtrain.metrics.progress import clipped
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, column
-from llmtrain.report.words import count, fixed, percent, seconds, short
+from llmtrain.text import count, duration, fit, fixed, harmless, percent, short
 
 _KEYS = Path(config_package.__file__).with_name("keys.json")
 _ITEM = "*"
@@ -194,11 +191,11 @@ def end_block(run: Tables, width: int = 160) -> Iterator[str]:
     if tokens := run.numbers("tokens"):
         share = verdict.goodput(run)
         good = "" if share is None else f", goodput {percent(share)}"
-        yield f"tokens     {short(tokens[-1][1])} in {seconds(run.wall_seconds)}{good}"
+        yield f"tokens     {short(tokens[-1][1])} in {duration(run.wall_seconds)}{good}"
     if run.samples:
         newest = run.samples[-1]
         said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
-        yield clipped(f"sample     {said}", width)
+        yield fit(f"sample     {said}", width)
     yield from (f"wrong      {said}" for said in verdict.failures(run))
     if verdict.best_checkpoint(run):
         for command, word in zip(verdict.uses(run), ("use", ""), strict=False):
@@ -228,46 +225,3 @@ class LogLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the formatted message, with control characters escaped."""
         return harmless(super().format(record), keep="\n")
-
-
-def columns(text: str) -> int:
-    """Return the width of a text on a terminal, in columns."""
-    return sum(_columns(char) for char in text)
-
-
-def clip(text: str, width: int) -> str:
-    """Shorten a text to a width; three dots mark that something was cut off.
-
-    It is cut between words, unless a long word would take half of the width with it.
-    """
-    if columns(text) <= width:
-        return text
-    room, kept = width - 3, ""
-    for char in text:
-        room -= _columns(char)
-        if room < 0:
-            break
-        kept += char
-    words = kept.rpartition(" ")[0]
-    return (words if 2 * columns(words) > width else kept) + "..."
-
-
-def wrap(text: str, width: int) -> Iterator[str]:
-    """Break a text into lines of at most this width, at spaces where there are any."""
-    line, used, space = "", 0, -1
-    for char in text:
-        if used + _columns(char) > width:
-            cut = space if space > 0 else len(line)
-            yield line[:cut]
-            line = line[cut:].removeprefix(" ")
-            used, space = columns(line), line.rfind(" ")
-        if char == " ":
-            space = len(line)
-        line, used = line + char, used + _columns(char)
-    yield line
-
-
-def _columns(char: str) -> int:
-    if combining(char):
-        return 0
-    return 2 if east_asian_width(char) in "WF" else 1

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.options import WIDTH, show, wrap
+from llmtrain.cli.options import WIDTH, show
 from llmtrain.cli.watch import busy
 from llmtrain.distributed.plan.speed import HFU
-from llmtrain.errors import UserError, gib
-from llmtrain.report.words import seconds as in_words
+from llmtrain.errors import UserError
+from llmtrain.text import duration as in_words
+from llmtrain.text import short, size, wrap
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.memory import Layout
@@ -97,8 +98,8 @@ def _duration(found: Plan) -> Iterator[str]:
 
 def _request(found: Plan) -> Iterator[str]:
     shape, hardware, work = found.shape, found.hardware, found.work
-    trained = "" if shape.trainable == shape.count else f", {_count(shape.trainable)} trained"
-    yield f"{'model':<{_LABEL}}{_count(shape.count)} parameters{trained}"
+    trained = "" if shape.trainable == shape.count else f", {short(shape.trainable)} trained"
+    yield f"{'model':<{_LABEL}}{short(shape.count)} parameters{trained}"
     nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
     several = hardware.devices_per_node > 1
     kind = f"process{'es' * several} on the CPU" if hardware.cpu else f"device{'s' * several}"
@@ -155,8 +156,8 @@ def _outcome(found: Plan) -> Iterator[str]:
         return
     yield from _label("keys", _keys(chosen.layout))
     host, there = chosen.memory.host_bytes, found.hardware.host_bytes
-    known = "" if there is None else f", of {gib(there)}"
-    yield from _label("host", f"{gib(host)} of memory on each node{known}")
+    known = "" if there is None else f", of {size(there)}"
+    yield from _label("host", f"{size(host)} of memory on each node{known}")
     for one in found.suggestions:
         yield from _label("or", f"without offload: {one}")
 
@@ -169,7 +170,7 @@ def _keys(layout: Layout) -> str:
 
 
 def _disk(found: Plan) -> str:
-    one, run = gib(found.checkpoint_bytes), gib(found.disk_bytes)
+    one, run = size(found.checkpoint_bytes), size(found.disk_bytes)
     more = "" if found.steps else ", without those of keep_every: how many steps is not known"
     return f"{one} a checkpoint, at most {run} at once in the run{more}"
 
@@ -208,10 +209,3 @@ def _label(label: str, text: str) -> Iterator[str]:
     for line in wrap(text, WIDTH - _LABEL):
         yield f"{label:<{_LABEL}}{line}"
         label = ""
-
-
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number}"

@@ -19,16 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmtrain.config import secrets
-from llmtrain.errors import (
-    DISK_FAILED,
-    PeerError,
-    Problem,
-    RunError,
-    UserError,
-    explained,
-    first_line,
-    harmless,
-)
+from llmtrain.errors import DISK_FAILED, PeerError, Problem, RunError, UserError, explained
+from llmtrain.text import first_line, harmless
 from llmtrain.tools.launch.launch import leave_words, repeat_after_launcher
 
 _RANK_0_SPEAKS_SECONDS = 2.0

@@ -17,7 +17,8 @@ import typer
 
 from llmtrain.cli.options import AsJson, runs, show
 from llmtrain.cli.watch import ProgressLine, busy
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.use.evaluate import Evaluated
@@ -197,7 +198,7 @@ def evaluation(found: Evaluated) -> Iterator[str]:
 
 def exportation(found: Exported) -> Iterator[str]:
     """Yield the files, the comparison, and where it is."""
-    from llmtrain.checkpoint.files import size
+    from llmtrain.text import size
 
     for name, count in found.files.items():
         yield f"{name:<40}{size(count):>11}"

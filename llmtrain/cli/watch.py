@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain import system
-from llmtrain.cli.options import clip, columns, show
-from llmtrain.errors import harmless
+from llmtrain.cli.options import show
 from llmtrain.report import verdict
-from llmtrain.report.words import count, fixed, percent, plural, seconds, short
 from llmtrain.rundir import contents
+from llmtrain.text import columns, count, duration, fit, fixed, harmless, percent, plural, short
 from llmtrain.tools.watch import View, Watcher
 
 _ROWS = 6
@@ -86,7 +85,7 @@ def frame(view: View, width: int, height: int) -> list[str]:
         if part
     )
     state = f"{view.state}   {where}".rstrip()
-    name = clip(harmless(view.name), max(_NAME, width - 4 - columns(state)))
+    name = fit(harmless(view.name), max(_NAME, width - 4 - columns(state)))
     lines = [f"{name}   {state}"]
     if view.silence:
         lines.append(f"! {view.silence}")
@@ -95,7 +94,7 @@ def frame(view: View, width: int, height: int) -> list[str]:
     if view.events:
         lines += ["", *(f"  {one}" for one in view.events)]
     lines += ["", _what_to_do(view)]
-    return [clip(harmless(line), width - 1) for line in lines[: height - 1]]
+    return [fit(harmless(line), width - 1) for line in lines[: height - 1]]
 
 
 def _bar(view: View, width: int) -> str:
@@ -120,7 +119,7 @@ def _numbers(view: View) -> str:
     if view.wait is not None:
         parts.append(f"data wait {percent(view.wait)}")
     if view.left is not None:
-        parts.append(f"{seconds(view.left)} left")
+        parts.append(f"{duration(view.left)} left")
     return "   ".join(parts)
 
 

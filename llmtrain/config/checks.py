@@ -3,9 +3,7 @@
 Each function takes only the sections that it checks, so that `load_config` can apply it even if
 another section is not valid.
 
-Check a model's own fields without transformers, which takes seconds to import.
-
-Lengths of time as people write them: `3h50m`, `90m`, `45s`, `1d12h`.
+A model's own fields are checked here too, without transformers, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from llmtrain.config.schema import (
     TrainingConfig,
 )
 from llmtrain.errors import Problem
+from llmtrain.text import DURATION, parse_duration
 from llmtrain.types import Algorithm
 
 # Sizes that an architecture with such a field needs. In some architectures null or a list is valid.
@@ -66,19 +65,6 @@ def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
     if not (isinstance(kind, str) and kind.strip()):
         expected = "a model type as transformers names it, such as llama"
         yield Problem(f"{prefix}model_type", kind, expected)
-
-
-GRAMMAR = "days, hours, minutes and seconds in this order, as 3h50m, 90m or 45s"
-_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-
-
-def seconds(text: str) -> int | None:
-    """Return the seconds of a length of time; None if it is not a length of time, or is 0."""
-    found = _PARTS.fullmatch(text.strip())
-    if found is None:
-        return None
-    parts = (int(part or 0) for part in found.groups())
-    return sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) or None
 
 
 # A function that returns what is wrong with some sections; its parameters have their names.
@@ -309,8 +295,8 @@ def strategy_problem(optimizer: Algorithm, strategy: str) -> Problem:
 def check_stop_after(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that `stop_after` is a length of time."""
     value = checkpoint.stop_after
-    if value is not None and not seconds(value):
-        yield Problem("checkpoint.stop_after", value, GRAMMAR)
+    if value is not None and not parse_duration(value):
+        yield Problem("checkpoint.stop_after", value, DURATION)
 
 
 def check_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:

@@ -34,7 +34,8 @@ from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.sources.local import TABLES, bounded, file_format, first_few, is_index
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line, harmless
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.text import first_line, harmless
 
 _log = logging.getLogger(__name__)
 

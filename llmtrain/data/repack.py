@@ -42,7 +42,8 @@ from llmtrain.data.documents.lines import (
 from llmtrain.data.documents.skipped import readable
 from llmtrain.data.sources.local import FORMATS, PROSE, edges_digest, file_format
 from llmtrain.data.token_cache.write import replacing
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, first_line
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.text import first_line
 
 KINDS = {
     **{suffix: kind for suffix, kind in FORMATS.items() if suffix != PROSE},

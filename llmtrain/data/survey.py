@@ -36,8 +36,9 @@ from llmtrain.data.sources.local import bounded, edges_digest, file_format, labe
 from llmtrain.data.token_cache.source import check_tokenizer
 from llmtrain.data.tokens.encode import Encoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, UserError, harmless, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
+from llmtrain.text import harmless
 
 
 def with_form(source: Source, key: str, reader: Reader) -> Source:

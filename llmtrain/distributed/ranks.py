@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.agreement import Gathering
-from llmtrain.errors import RESTARTABLE, RunError, first_line
+from llmtrain.errors import RESTARTABLE, RunError
+from llmtrain.text import first_line
 
 # Messages of gloo and NCCL when a peer is gone. They arrive as plain RuntimeErrors from any call.
 _LOST_PEER = (

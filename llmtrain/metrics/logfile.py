@@ -15,7 +15,8 @@ from pathlib import Path
 
 from llmtrain import system
 from llmtrain.config import secrets
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import harmless
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _BUFFERED_LINES = 10_000

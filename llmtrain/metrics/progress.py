@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmtrain import system
 from llmtrain.config import secrets
+from llmtrain.text import duration, fit, short
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -131,7 +132,7 @@ class Progress:
             self._print(plain_line("sample", {"step": step, "prompt": prompt, "text": text}))
         elif step:
             first = f"  {prompt}{text}".strip("\n").partition("\n")[0]
-            line = clipped(first, shutil.get_terminal_size().columns - 1)
+            line = fit(first, shutil.get_terminal_size().columns - 1)
             with self._lock:
                 alone = not self._held  # its evaluation was shown: a note came between them
                 self._held.append(line)
@@ -222,7 +223,7 @@ class Progress:
 
     def _rest(self, numbers: Numbers, now: float) -> dict[str, str]:
         parts = {} if self._heldout is None else {"heldout": f"held-out {self._heldout:.3f}"}
-        parts["speed"] = f"{_short(numbers.tokens_per_second)} tok/s"
+        parts["speed"] = f"{short(numbers.tokens_per_second)} tok/s"
         if _wait_share(numbers) > _WAITS:
             parts["wait"] = f"wait {_wait_share(numbers):.0%}".replace("%", " %")
         if self._memory_gb is not None:
@@ -276,18 +277,6 @@ class Progress:
             return None
 
 
-def duration(seconds: float) -> str:
-    """Format seconds for people: `45 s`, `12 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
 def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
@@ -330,24 +319,8 @@ def _value(value: object) -> str:
     return text if bare else json.dumps(text, ensure_ascii=False)
 
 
-def clipped(text: str, width: int) -> str:
-    """Return at most `width` cells of a text; an ellipsis shows that there were more."""
-    from rich.cells import cell_len, set_cell_size
-
-    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
-
-
 def _wait_share(numbers: Numbers) -> float:
     return numbers.data_wait_seconds / numbers.seconds if numbers.seconds > 0 else 0.0
-
-
-def _short(value: float) -> str:
-    """Format a rate with three digits: 520, 1.10 k, 14.8 k, 2.31 M."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if value >= 0.9995 * size:
-            amount = value / size
-            return f"{amount:.{0 if amount >= 99.95 else 1 if amount >= 9.995 else 2}f}{unit}"
-    return f"{value:.0f}"
 
 
 # Seconds without a line after which one is due: at the start, and in the loop, where a step may

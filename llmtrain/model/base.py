@@ -12,8 +12,9 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, first_line
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.model import untrusted
+from llmtrain.text import first_line
 
 _log = logging.getLogger(__name__)
 

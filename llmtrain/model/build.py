@@ -21,12 +21,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
-from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import KEY, Base
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens, grow, rows_for, set_rows
 from llmtrain.model.trainable import freeze
 from llmtrain.model.untrusted import quantized
+from llmtrain.text import first_line
 
 _log = logging.getLogger(__name__)
 

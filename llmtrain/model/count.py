@@ -35,11 +35,11 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain.config.schema import AdapterConfig
-from llmtrain.errors import first_line
 from llmtrain.model import attention, shape, trainable
 from llmtrain.model import trainable as freezing
 from llmtrain.model.loss import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
+from llmtrain.text import first_line
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from llmtrain.errors import first_line
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
+from llmtrain.text import first_line
 from llmtrain.types import NOT_TRAINED
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap

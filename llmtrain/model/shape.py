@@ -28,9 +28,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError
 from llmtrain.model import trainable
 from llmtrain.model import trainable as freezing
+from llmtrain.text import first_line
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
 # The errors of transformers' models for a config with inconsistent values.

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.text import first_line
 
 
 @dataclass(frozen=True, slots=True)

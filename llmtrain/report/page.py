@@ -16,12 +16,14 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from llmtrain.report import verdict, words
+from llmtrain import text
+from llmtrain.report import verdict
 from llmtrain.report.collect import Curve, Line, Points, Tables, collect, column, joined, thin
 from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
 from llmtrain.rundir.contents import write_output
 from llmtrain.rundir.record import in_words
+from llmtrain.text import count, duration, fixed, number, percent, short, size, when
 
 _ROWS = 60
 _TEXT = 4000
@@ -83,7 +85,7 @@ def render(tables: Tables) -> str:
         events=[(one, in_words(one)) for one in tables.events[::-1][:_ROWS]],
         sources=_sources(tables),
         settings=_chosen(tables),
-        config=words.clip(tables.config, _CONFIG),
+        config=text.clip(tables.config, _CONFIG),
         start=tables.starts[-1] if tables.starts else {},
     )
 
@@ -115,10 +117,10 @@ def fill(template: str, *, title: str, scripted: bool, **values: Any) -> str:
     )
     script = _text("hover.js") if scripted else ""
     environment.globals |= {
-        name: getattr(words, name)
-        for name in ("number", "fixed", "count", "short", "size", "percent", "seconds", "when")
+        shown.__name__: shown
+        for shown in (number, fixed, count, short, size, percent, duration, when)
     }
-    environment.globals |= {"compact": words.compact, "clip": words.clip}
+    environment.globals |= {"compact": text.compact, "clip": text.clip}
     return environment.get_template(template).render(
         title=title,
         style=Markup(_text("style.css")),
@@ -248,12 +250,12 @@ def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
     origins = tables.starts[-1].get("set") if tables.starts else None
     said = origins if isinstance(origins, dict) else {}
     chosen = [
-        (key, words.compact(tables.settings.get(key, "see the config")), str(origin))
+        (key, text.compact(tables.settings.get(key, "see the config")), str(origin))
         for key, origin in said.items()
     ]
     asked = {key.partition(".")[2] for key in said}
     decided = [(key, value) for key, value in _flat(tables.auto) if key not in asked]
-    return chosen + [(key, words.compact(value), "auto") for key, value in decided]
+    return chosen + [(key, text.compact(value), "auto") for key, value in decided]
 
 
 def _flat(decided: Mapping[str, Any]) -> list[tuple[str, object]]:

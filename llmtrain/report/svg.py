@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from html import escape
 
 from llmtrain.report.collect import Curve, thin
-from llmtrain.report.words import number, short
 from llmtrain.rundir.goodput import OWNERS, Stretch, totals
+from llmtrain.text import number, short
 
 WIDTH, HEIGHT = 10_000, 3_000
 COLUMNS = 160

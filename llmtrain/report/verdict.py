@@ -18,7 +18,7 @@ from statistics import fmean
 
 from llmtrain.report.collect import Line, Points, Tables, column, joined
 from llmtrain.report.svg import shares
-from llmtrain.report.words import clip, count, fixed, number, percent, plural, seconds, short
+from llmtrain.text import clip, count, duration, fixed, number, percent, plural, short
 
 GOOD, LOOK, BAD = "✓", "!", "✗"
 NOT_FINITE = "not finite"
@@ -79,7 +79,7 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
         found.append(("tokens", short(tokens[-1][1]), f"{short(_speed(tables))} a second"))
     share = goodput(tables)
     remark = "" if share is None else f"goodput {percent(share)}"
-    found.append(("time", seconds(tables.wall_seconds), remark))
+    found.append(("time", duration(tables.wall_seconds), remark))
     return found
 
 

@@ -530,7 +530,7 @@ WORDS = {
     "profile_failed": "The profile could not be written",
     "replaced_characters": "Bytes that are not UTF-8 were replaced",
     "retention_failed": "Old checkpoints could not be deleted",
-    "rng_reseeded": "Random numbers were seeded again for another number of processes",
+    "rng_ignored": "An earlier llmtrain kept random states, which are drawn from seed and step now",
     "save_failed": "A checkpoint could not be saved",
     "saving_in_line": "Checkpoints are saved while the training waits",
     "start_refused": "A start was refused, which changed nothing",

@@ -31,10 +31,11 @@ from llmtrain.data.manifest import Source
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import file_format, is_local
 from llmtrain.data.survey import with_form
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.base import Base
 from llmtrain.model.build import weights_config
+from llmtrain.text import harmless
 from llmtrain.tools import plan as plans
 from llmtrain.tools.data.inspect import Inspection
 from llmtrain.tools.data.inspect import inspect as look

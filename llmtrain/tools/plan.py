@@ -23,9 +23,10 @@ from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan.memory import Hardware, Work, arithmetic_of, checkpoint_bytes, memory
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, missing, possible
-from llmtrain.errors import Problem, gib, raise_any
+from llmtrain.errors import Problem, raise_any
 from llmtrain.model import trainable
 from llmtrain.model.count import CannotCountError
+from llmtrain.text import size
 from llmtrain.tools.launch.file import launch_values, write_launch_file
 from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
@@ -62,8 +63,8 @@ def _memory(total: int | None, parts: Mapping[str, int | None]) -> str:
     """Return the memory of a device, and what most of it is for."""
     known = {name: size for name, size in parts.items() if size}
     largest = sorted(known, key=lambda name: -known[name])[:3]
-    shown = ", ".join(f"{name} {gib(known[name])}" for name in largest)
-    return f"{_UNKNOWN if total is None else gib(total)} ({shown})"
+    shown = ", ".join(f"{name} {size(known[name])}" for name in largest)
+    return f"{_UNKNOWN if total is None else size(total)} ({shown})"
 
 
 def _html_row(cells: Iterable[str], tag: str) -> str:
@@ -258,7 +259,7 @@ def _without_count(
         layout = planning.layout_by_tokens(name, work, hardware)
         known = memory(shape, Saved(0, 0, 0, 0), work, layout, hardware)
         lacking = missing(known, hardware)
-        words = f"more than {gib(known.total_bytes)} a device" if lacking else ""
+        words = f"more than {size(known.total_bytes)} a device" if lacking else ""
         candidates.append(Candidate(layout, known, not lacking, lacking, words, None))
     return Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
 
@@ -278,7 +279,7 @@ def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
     moments, where = near.memory.parts["optimizer"], near.layout.strategy
     yield near.remedy
     if moments and where == "ddp" and {one.algorithm for one in shape.parameters} == {"adamw"}:
-        yield f"optimizer.name=adamw_8bit would save {gib(3 * moments // 4)} of {where}"
+        yield f"optimizer.name=adamw_8bit would save {size(3 * moments // 4)} of {where}"
     yield from _adapters(near, shape)
 
 
@@ -288,9 +289,9 @@ def _adapters(near: Candidate, shape: ModelShape) -> Iterator[str]:
     if not parts["optimizer"] or shape.adapted:
         return
     saved = parts["gradients"] + parts["optimizer"]
-    yield f"adapter.kind=lora, which needs model.from, would save up to {gib(saved)} of {where}"
+    yield f"adapter.kind=lora, which needs model.from, would save up to {size(saved)} of {where}"
     saved += 7 * parts["parameters"] // 8
-    yield f"adapter.kind=qlora, on CUDA, would save up to {gib(saved)} of {where}"
+    yield f"adapter.kind=qlora, on CUDA, would save up to {size(saved)} of {where}"
 
 
 def _row(one: Candidate, chosen: bool) -> dict[str, Any]:
@@ -316,9 +317,9 @@ def _problems(
     for name, count in counts.items():
         if count is not None and count < 1:
             yield Problem(f"--{name}", count, "a whole number ≥ 1")
-    for name, size in sizes.items():
-        if size is not None and not 0 < size < _MOST_GIB:
-            yield Problem(f"--{name}", size, "a number of GiB above 0")
+    for name, asked in sizes.items():
+        if asked is not None and not 0 < asked < _MOST_GIB:
+            yield Problem(f"--{name}", asked, "a number of GiB above 0")
 
 
 def _hardware(config: Config, devices: int | None, nodes: int, gib_each: float | None) -> Hardware:

@@ -13,7 +13,8 @@ import os
 import textwrap
 from pathlib import Path
 
-from llmtrain.errors import Problem, UserError, harmless
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import harmless
 from llmtrain.tools.launch.launch import Ended, launch
 
 _FOLDER = Path(__file__).parents[1] / "recipes"

@@ -12,9 +12,10 @@ import torch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import Layout, MemoryPlan, arithmetic_of, memory
 from llmtrain.distributed.plan.strategy import layout_in_words, remedy
-from llmtrain.errors import Problem, RunError, UserError, first_line, gib
+from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.metrics.memory import peak_bytes
 from llmtrain.model.count import CannotCountError
+from llmtrain.text import first_line, size
 from llmtrain.training.run.run import Processes
 from llmtrain.training.start.planning import describe, work
 
@@ -60,7 +61,7 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
     said, _, _ = first_line(error).partition(" Including ")  # how torch divided what it has
     return Problem(
         "device memory",
-        f"{gib(peak)} at the peak" + (f", and {gib(more)} more asked for" if more else ""),
+        f"{size(peak)} at the peak" + (f", and {size(more)} more asked for" if more else ""),
         f"{_in_words(plan, layout, hardware.device_bytes)} ({said})",
         f"{change}; `llmtrain plan` shows other changes",
     )
@@ -75,7 +76,7 @@ def _layout(processes: Processes, global_batch_size: int) -> Layout:
 
 
 def _in_words(plan: MemoryPlan, layout: Layout, device_bytes: int) -> str:
-    planned, there = gib(plan.total_bytes), gib(device_bytes)
+    planned, there = size(plan.total_bytes), size(device_bytes)
     return f"at most the {planned} planned for {layout_in_words(layout)} of {there}"
 
 

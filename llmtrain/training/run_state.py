@@ -20,14 +20,13 @@ from llmtrain.checkpoint import format as form
 from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
-from llmtrain.training.run import rng
 from llmtrain.training.run.run import Run
 
 
 def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
     """Gather the state of each rank at rank 0; return an empty list on the other ranks.
 
-    That is its random states, its cursors and its counts of documents.
+    That is its cursors and its counts of documents.
     """
     before = run.data.state
     cursors = contribution(
@@ -38,8 +37,7 @@ def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
         rank=run.ranks.rank,
         world_size=run.ranks.world_size,
     )
-    states = rng.capture(run.device).to_json()
-    mine = {"rng": states, "cursors": cursors.tolist(), "counts": run.feed.counts}
+    mine = {"cursors": cursors.tolist(), "counts": run.feed.counts}
     return gathered(run.ranks, mine)
 
 
@@ -89,7 +87,6 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "strategy": run.processes.launched.strategy,
         "world_size": run.ranks.world_size,
         "device": run.device.type,
-        "rng": [one["rng"] for one in heard],
         "optimizer_steps": run.engine.optimizer_steps(),
         "evaluation": run.log.last_evaluation,
         "skipped_in_a_row": run.guards.skipped_in_a_row,

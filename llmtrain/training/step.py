@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random  # noqa: TID251  # not drawn from here; models and libraries may
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -15,20 +16,38 @@ from torch import Tensor
 from llmtrain import faults, system
 from llmtrain.distributed.engines import engine
 from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.hashing import mix
 from llmtrain.model import attention
 from llmtrain.model.attention import document_tensors, needed_rows, on_device, padding_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
 
+_DRAWS = 7  # a stream of `mix`
+
 
 def begin(run: Run, step: int) -> None:
-    """Start the clock of a step, and keep the state to restore if its data fails."""
+    """Start the clock of a step, seed its draws, keep the state to restore if its data fails."""
     faults.hit("loop.step", step=step)
+    seed_generators(run.device, run.config.run.seed, run.ranks.rank, step)
     run.feed.begin(step)
     run.meter.begin(step)
     run.signals.begin()
     if run.log.profile is not None:
         run.log.profile.begin(step)
+
+
+def seed_generators(device: torch.device, seed: int, rank: int, step: int) -> None:
+    """Seed dropout and whatever else draws in a step, on the host and on the device.
+
+    What is drawn depends on nothing before the step, so there is no state to save, and a resumed
+    run draws what an uninterrupted one does. Ranks draw other numbers, as their blocks are others.
+    """
+    key = mix(seed, _DRAWS, rank, step)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from
+    torch.default_generator.manual_seed(key)  # `torch.manual_seed` asks for every kind of device
+    if device.type == "cuda":
+        torch.cuda.manual_seed(key)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:

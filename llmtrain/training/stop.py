@@ -32,9 +32,9 @@ from types import FrameType
 from typing import NoReturn
 
 from llmtrain import system
-from llmtrain.config import checks
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.rundir.contents import SAVE, STOP
+from llmtrain.text import parse_duration
 from llmtrain.types import Flags
 
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
@@ -343,7 +343,7 @@ class Requests:
         self._decides = rank == 0
         self._clock = clock
         self._started = started
-        after = checks.seconds(checkpoint.stop_after or "")
+        after = parse_duration(checkpoint.stop_after or "")
         self._stop_after = math.inf if after is None else after
         self._every = 60 * (checkpoint.every_minutes or math.inf)
         self._begun = clock()

@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 
-from llmtrain.errors import gib
+from llmtrain.text import size
 
 
 def test_ux_12_a_full_device_is_compared_with_the_plan_and_one_change_is_named(
@@ -21,7 +21,7 @@ def test_ux_12_a_full_device_is_compared_with_the_plan_and_one_change_is_named(
     assert "Traceback" not in said
     message = said[said.index("error: 1 problem") :]
     assert "at the peak, and 2.0 GiB more asked for" in message
-    assert f"at most the {gib(planned)} planned for ddp" in message
+    assert f"at most the {size(planned)} planned for ddp" in message
     assert "which 1.50 GiB is free.)" in message
     assert "try:      training.micro_batch_size=3; `llmtrain plan`" in message
     end = status(tmp_path / "run")

@@ -24,7 +24,7 @@ from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from llmtrain.errors import harmless
+from llmtrain.text import harmless
 from llmtrain.tools.use.generate import Sampling, converse
 
 STEPS = 8

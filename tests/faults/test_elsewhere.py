@@ -45,7 +45,6 @@ def test_f41_on_two_processes_then_one_then_three_then_two(faulty, unmoved):
     assert run.launch() == [0, 0]
     assert run.resumed() == names(4, 8, 16)
     assert [line["world_size"] for line in run.lines("start")] == [2, 1, 3, 2]
-    assert [event["step"] for event in run.events("rng_reseeded")] == [4, 8, 16]
     agree(run, unmoved)
 
 

@@ -18,6 +18,7 @@ PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics", "rundir")
 BOTTOM = ("errors", "types", "hashing", "faults", "system")
 LAYERS = {
+    "text": -1,  # for errors too
     **dict.fromkeys(BOTTOM, 0),
     **dict.fromkeys(("config", "agreement"), 1),
     **dict.fromkeys(ROOMS, 2),

@@ -19,7 +19,8 @@ from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey
 from llmtrain.data.tokens.encode import Encoded, Encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
-from llmtrain.errors import Problem, harmless, raise_any
+from llmtrain.errors import Problem, raise_any
+from llmtrain.text import harmless
 
 FIRST = 100  # rows of each source
 SHOWN = 5  # rows of a message

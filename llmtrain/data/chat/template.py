@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.data.chat.rendering import FAILURES, Conversation, Text, loop_context, rewrite
 from llmtrain.data.chat.rows import REASONING, BadRowError, Example, Message
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import first_line
 
 if TYPE_CHECKING:
     import jinja2

@@ -26,15 +26,8 @@ import pyarrow as pa
 
 from llmtrain import system
 from llmtrain.config import secrets
-from llmtrain.errors import (
-    RESTARTABLE,
-    Problem,
-    RunError,
-    UserError,
-    first_line,
-    harmless,
-    needed_on_disk,
-)
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, needed_on_disk
+from llmtrain.text import first_line, harmless
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from llmtrain.data.sources.local import (
     file_format,
     first_few,
 )
-from llmtrain.errors import Problem, UserError, first_line, harmless
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import first_line, harmless
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder

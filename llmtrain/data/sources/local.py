@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from llmtrain.config.schema import DocumentsConfig, SourceConfig
-from llmtrain.errors import Problem, UserError, first_line, harmless, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.text import first_line, harmless
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from llmtrain.distributed.plan.memory import (
     memory,
 )
 from llmtrain.distributed.plan.speed import machine_of, step_time
-from llmtrain.errors import Problem, UserError, gib
+from llmtrain.errors import Problem, UserError
+from llmtrain.text import size
 from llmtrain.types import ModelShape, Saved
 
 _SHORTEST = 128  # tokens of a block; shorter blocks are not suggested
@@ -316,7 +317,7 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
     others = [one for one in candidates if one is not chosen]
     merit = _merit(chosen, [one for one in others if one.fits])
     misses = [one for one in others if not one.fits]
-    lacking = ", ".join(f"{one.layout.strategy} lacks {gib(one.missing_bytes)}" for one in misses)
+    lacking = ", ".join(f"{one.layout.strategy} lacks {size(one.missing_bytes)}" for one in misses)
     return f"{name} {merit}" + (f"; {lacking}" if lacking else "")
 
 
@@ -338,8 +339,8 @@ def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
     name = layout_in_words(near.layout)
     where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
     return (
-        f"nothing fits {gib(hardware.device_bytes)}: {name} comes nearest and "
-        f"misses {gib(near.missing_bytes)} of {where}"
+        f"nothing fits {size(hardware.device_bytes)}: {name} comes nearest and "
+        f"misses {size(near.missing_bytes)} of {where}"
     )
 
 

@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain import system
-from llmtrain.checkpoint.files import size
 from llmtrain.distributed.launch.environment import (
     INSTALL_DEEPSPEED,
     awaited,
@@ -52,6 +51,7 @@ from llmtrain.distributed.launch.environment import (
 )
 from llmtrain.distributed.launch.named import example
 from llmtrain.metrics.trackers import check_installed
+from llmtrain.text import size
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, refusal, warning
 from llmtrain.tools.launch.file import LaunchFile
 from llmtrain.tools.launch.launch import has_gpu

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain import system
 from llmtrain.checkpoint import files
-from llmtrain.checkpoint.files import check_room, size
+from llmtrain.checkpoint.files import check_room
 from llmtrain.config.binding import bind, changes, data_settings, refusals
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, TrainTokenizer
@@ -46,6 +46,7 @@ from llmtrain.data.sources.local import is_local
 from llmtrain.data.survey import Survey, survey
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents, lock
+from llmtrain.text import size
 from llmtrain.tools.data.inspect import aside
 from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, refusal, warning
 from llmtrain.types import Spec

@@ -16,14 +16,7 @@ from typing import Any
 
 from llmtrain.config.binding import dump
 from llmtrain.config.schema import Config
-from llmtrain.errors import (
-    PeerError,
-    Problem,
-    RefusedError,
-    RunError,
-    UserError,
-    raise_any,
-)
+from llmtrain.errors import PeerError, Problem, RefusedError, RunError, UserError, raise_any
 from llmtrain.rundir.status import Result, read_status
 from llmtrain.tools.launch.launch import Ended, identity, launch
 

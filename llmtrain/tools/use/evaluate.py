@@ -42,10 +42,11 @@ from llmtrain.data import heldout
 from llmtrain.data.documents.reader import reading_of
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import evaluation_sources, survey
-from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
+from llmtrain.text import first_line
 from llmtrain.tools.use import packed
 from llmtrain.tools.use.load import Opened, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, Told

@@ -17,9 +17,10 @@ from llmtrain.data.chat.rows import BadRowError, Message
 from llmtrain.data.chat.template import Tools
 from llmtrain.data.manifest import ChatFacts, glance
 from llmtrain.data.tokens.encode import open_chat
-from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
 from llmtrain.rundir import contents
+from llmtrain.text import first_line
 from llmtrain.tools.use.load import Opened, open_model
 from llmtrain.tools.use.target import KEY, Target, find_target
 

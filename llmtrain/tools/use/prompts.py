@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmtrain import system
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
 from llmtrain.data.chat.template import Tools
-from llmtrain.errors import Problem, UserError, first_line, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import attention
+from llmtrain.text import first_line
 from llmtrain.tools.use.generate import (
     ChatIds,
     Sampling,

@@ -37,12 +37,13 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.convert import PROBES
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model import trainable
 from llmtrain.model.base import Base
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import Auto, read_status
+from llmtrain.text import first_line
 from llmtrain.tools.checkpoints import look
 from llmtrain.training.start.frozen import kept_base, resolve_adapter, trained_tokens, what_changed
 

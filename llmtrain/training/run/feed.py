@@ -11,11 +11,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from llmtrain.agreement import attempt
 from llmtrain.data.stream import Stream
-from llmtrain.training.run import rng
 from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
 _log = logging.getLogger(__name__)
@@ -28,7 +26,6 @@ class Before:
     step: int
     cursors: dict[int, tuple[Cursor, ...]]
     counts: dict[str, Counter[str]]
-    rng: rng.States
 
 
 @dataclass(slots=True)
@@ -44,7 +41,6 @@ class Feed:
     """
 
     stream: Stream
-    device: torch.device
     step: int
     rows: int
     seq_len: int
@@ -55,7 +51,7 @@ class Feed:
 
     def begin(self, step: int) -> None:
         """Keep the state to restore if the data of `step` fails."""
-        self.before.append(Before(step, self.cursors, self.counts, rng.capture(self.device)))
+        self.before.append(Before(step, self.cursors, self.counts))
 
     def next_batch(self) -> Batch:
         """Return this rank's blocks of the next step.
@@ -94,4 +90,3 @@ class Feed:
         before = next(one for one in self.before if one.step == step)
         self.step = step - 1
         self.cursors, self.counts = before.cursors, before.counts
-        rng.restore(before.rng, self.device)

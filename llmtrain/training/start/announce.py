@@ -79,7 +79,7 @@ def _born() -> float:
     return float(psutil.Process().create_time())
 
 
-def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:
+def report_changes(run: Run, place: Place) -> None:
     """Report what has changed since earlier starts, or may be unexpected."""
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None
@@ -87,8 +87,8 @@ def report_changes(run: Run, place: Place, *, same_randomness: bool) -> None:
         event("lock_taken_over", first, reason=place.lock.takeover)
     if place.pace is not None:
         warn_of_grace(run, *place.pace)
-    if not same_randomness:
-        event("rng_reseeded", first, world_size=run.ranks.world_size)
+    if run.found and "rng" in run.found.state:
+        event("rng_ignored", first, checkpoint=run.found.name)
     if processes.decided_again:
         event("auto_decided_anew", first, **processes.auto.launch)
     threads = processes.threads

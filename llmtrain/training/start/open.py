@@ -85,12 +85,13 @@ def start_run(config: Config) -> Iterator[Run]:
             journal.progress.steps = config.total_steps
             with stage():
                 model = build_model(config, processes, data.manifest, found)
-            with stage():
-                same = not found or resuming.fill_state(config, processes, model, found, patience)
+            if found:
+                with stage():
+                    resuming.load_state(processes, model, found, patience)
             run = _assemble(config, here, processes, found, data, model)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run)
-            report_changes(run, here.place, same_randomness=same)
+            report_changes(run, here.place)
             run.due.ask(agreed_stop(run.ranks, flags(run)))
             reserve(run)
             ready(run, time.perf_counter() - started)
@@ -175,7 +176,7 @@ def _assemble(
         processes=processes,
         data=data,
         built=model,
-        feed=Feed(data.stream, launched.device, first, rows, config.data.seq_len),
+        feed=Feed(data.stream, first, rows, config.data.seq_len),
         meter=_meter(config, processes, data, saved.get("sources", {})),
         journal=journal,
         log=RunLog(

@@ -38,7 +38,7 @@ from llmtrain.distributed.plan.memory import (
     memory,
 )
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words, missing
-from llmtrain.errors import Problem, UserError, first_line, gib, raise_any
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model import trainable
 from llmtrain.model.base import Base
@@ -49,6 +49,7 @@ from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import Auto, read_status
+from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.run import Planned
 from llmtrain.training.start.frozen import asked_kernel, find_base, resolve_adapter, trained_tokens
@@ -129,7 +130,7 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
     if needed > there:
         expected = (
             f"a model that fits: its weights alone, {block:,} parameters in each block, are "
-            f"{gib(needed)}; devices and hosts have {gib(there)}"
+            f"{size(needed)}; devices and hosts have {size(there)}"
         )
         most = there // (block * _BYTES_OF_FP32)
         remedy = f"fewer blocks; the weights of {most:,} would fill all of the memory"
@@ -243,7 +244,7 @@ def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Probl
     """
     width = max(len(one.layout.strategy) for one in choice.candidates)
     rows = [
-        f"      {one.layout.strategy:<{width}}  {gib(one.memory.total_bytes):>10}  {one.remedy}"
+        f"      {one.layout.strategy:<{width}}  {size(one.memory.total_bytes):>10}  {one.remedy}"
         for one in choice.candidates
     ]
     rows += [
@@ -252,7 +253,7 @@ def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Probl
         for name, one in without.items()
     ]
     table = "\n".join(["one of these to fit; each with what would make it fit", *rows])
-    found = f"{gib(hardware.device_bytes)} a device, {hardware.devices} of them"
+    found = f"{size(hardware.device_bytes)} a device, {hardware.devices} of them"
     problem = Problem("device memory", found, table)
     return UserError(problem, where=f"the memory plan: {choice.reason}")
 
@@ -276,7 +277,7 @@ def _prefer_frozen(planned: Planned, count: Count, asked: Work, run_dir: Path) -
     needed = memory(planned.shape, saved, asked, layout, hardware)
     before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
     if lacking := missing(needed, hardware):
-        reason = f"{planned.reason}; {before}, misses {gib(lacking)}"
+        reason = f"{planned.reason}; {before}, misses {size(lacking)}"
         return replace(planned, reason=reason, decided_again=True)
     return replace(planned, layout=layout, memory=needed, reason=before)
 

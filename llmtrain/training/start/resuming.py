@@ -23,9 +23,7 @@ from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
-from llmtrain.training.run import rng
 from llmtrain.training.run.journal import Journal
-from llmtrain.training.run.rng import States
 from llmtrain.training.run.run import ModelSide, Processes
 from llmtrain.training.start.claim import Place, asked_resume
 
@@ -77,27 +75,17 @@ def find_checkpoint(
     return found
 
 
-def fill_state(
-    config: Config, processes: Processes, model: ModelSide, found: Found, patience: Patience
-) -> bool:
-    """Load weights, optimizer state and random states of the checkpoint.
+def load_state(processes: Processes, model: ModelSide, found: Found, patience: Patience) -> None:
+    """Load the weights and the optimizer state of the checkpoint.
 
-    Returns whether the random states could be restored: they are seeded again if the number of
-    processes or the kind of device has changed. Raises UserError if the checkpoint's tensors are
+    Raises UserError if the checkpoint's tensors are
     not those of the model, RunError (74) and StoppedError as `find_checkpoint` does.
     """
     system.beat("loading the checkpoint")
-    ranks, device = processes.launched.ranks, processes.launched.device
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
-    read.fill(found, model.spec, pieces, ranks, patience=patience)
+    read.fill(found, model.spec, pieces, processes.launched.ranks, patience=patience)
     engine.finish_loading(found.state["optimizer_steps"])
-    same = (found.state["world_size"], found.state["device"]) == (ranks.world_size, device.type)
-    if same:
-        rng.restore(States.from_json(found.state["rng"][ranks.rank]), device)
-    else:
-        rng.seed_rank(config.run.seed, ranks.rank, found.step)
-    return same
 
 
 def _clear_away(root: Path, journal: Journal) -> None:

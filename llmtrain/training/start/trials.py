@@ -29,7 +29,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from llmtrain.agreement import agreed
 from llmtrain.data.manifest import Manifest
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.errors import Problem, UserError, first_line
+from llmtrain.errors import Problem, UserError
 from llmtrain.metrics import memory
 from llmtrain.model import attention
 from llmtrain.model.attention import JOINED, STEP, backend, document_tensors, model_keywords
@@ -51,7 +52,7 @@ from llmtrain.model.compile import uncompiled
 from llmtrain.model.count import shorten
 from llmtrain.model.loss import made_up_batch
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
-from llmtrain.training.run.rng import leaving_no_trace
+from llmtrain.text import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -219,7 +220,7 @@ def what_is_seen(
     documents = document_tensors(starts, size, name, device)
     late = documents["position_ids"].clone()  # the last row's are those of a block's end
     late.view(len(starts), size)[-1] += seq_len - size
-    with leaving_no_trace(model, device):
+    with keeping_buffers(model):
         packed, changed = (
             forward(rows, **documents | {"position_ids": placed}).view(*rows.shape, -1)
             for rows, placed in ((ids, late), (others, documents["position_ids"]))
@@ -268,7 +269,7 @@ def check_padding(
         positions = torch.arange(size, device=device).repeat(2, 1)
         positions[0, real:], positions[1] = 0, positions[1] + seq_len - size
         placed["position_ids"] = positions
-    with leaving_no_trace(model, device):
+    with keeping_buffers(model):
         _refuse_one_length(model, forward, made_up_batch(1, min(STEP, seq_len), vocabulary, device))
         padded, changed = (forward(rows, **placed)[0, :real] for rows in (ids, others))
         alone = forward(ids[:1, :real])[0]
@@ -301,6 +302,17 @@ def _refuse_one_length(model: PreTrainedModel, forward: Forward, ids: Tensor) ->
         model.train(training)
 
 
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model after the block."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A prepared model, and what is needed to run it on made-up tokens.
@@ -320,9 +332,9 @@ class Trial:
 def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
     """Make a forward and backward with gradient synchronisation.
 
-    Afterwards buffers and random states are restored and gradients are cleared.
+    Afterwards buffers are restored and gradients are cleared.
     """
-    with leaving_no_trace(trial.model, trial.launched.device):
+    with keeping_buffers(trial.model):
         _pass(trial, micro_batch_size, last=True)
         trial.launched.engine.clear()
 
@@ -342,7 +354,7 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
     for micro_batch_size in candidates:
         system.beat("trying a micro-batch")
         failed = 0
-        with leaving_no_trace(trial.model, device):
+        with keeping_buffers(trial.model):
             try:
                 for _ in range(2):
                     _pass(trial, micro_batch_size, last=False)

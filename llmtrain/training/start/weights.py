@@ -36,7 +36,6 @@ from llmtrain.model.loss import Head, LossModule, examine, head_from_json, head_
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run import rng
 from llmtrain.training.run.run import ModelSide, Processes
 from llmtrain.training.start.frozen import LOSS_KERNEL as KERNEL
 from llmtrain.training.start.frozen import (
@@ -103,7 +102,6 @@ def build_model(
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     on_rank_zero(launched.ranks, lambda: _check_room(config, spec, processes.run_id))
     prepared = _prepare(built, processes, optimizer, config.training.z_loss)
-    rng.seed_rank(config.run.seed, launched.ranks.rank)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
     hiding = hiding_attention(built.bare, prepared, data, precision, launched)

@@ -8,7 +8,7 @@ import pytest
 from llmtrain.cli.data import inspection, step_documents
 from llmtrain.cli.main import main
 from llmtrain.cli.options import clip, columns, show, wrap
-from llmtrain.errors import harmless
+from llmtrain.text import harmless
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
 from llmtrain.tools.data.which import Found, StepDocuments
 

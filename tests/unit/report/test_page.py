@@ -7,8 +7,8 @@ import pytest
 from helpers import runs
 from helpers.runs import HOSTILE
 
+from llmtrain import text as shown
 from llmtrain.errors import UserError
-from llmtrain.report import words
 from llmtrain.report.collect import collect
 from llmtrain.report.page import figures, inline, write_report
 
@@ -175,4 +175,4 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left_there(tmp_p
     ],
 )  # fmt: skip
 def test_numbers_are_written_for_people(format_, value, text):
-    assert getattr(words, format_)(value) == text
+    assert getattr(shown, format_)(value) == text

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import math
+import random  # noqa: TID251  # what is seeded
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from llmtrain.training import stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
 from llmtrain.training.run.run import Run
-from llmtrain.training.step import host_part
+from llmtrain.training.step import host_part, seed_generators
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags
 
 ROOT = Path(__file__).parents[3]
@@ -147,6 +148,20 @@ def added(row: dict[str, Any]) -> dict[str, float]:
     """The counts of llmtrain's step less those of the tuned loop's."""
     own, tuned = row["counts"]["llmtrain"], row["counts"]["bare_tuned"]
     return {name: count - tuned[name] for name, count in own.items()}
+
+
+def test_what_a_step_draws_depends_on_the_seed_the_rank_and_the_step_alone() -> None:
+    def drawn(*of: int) -> tuple[float, float, float]:
+        seed_generators(torch.device("cpu"), *of)
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    first = drawn(42, 0, 5)
+    np.random.standard_normal()  # keeps a second number
+    random.gauss(0, 1)
+    others = [drawn(42, 1, 5), drawn(42, 0, 6), drawn(43, 0, 5)]
+    assert drawn(42, 0, 5) == first
+    for numbers in zip(first, *others, strict=True):
+        assert len(set(numbers)) == 4
 
 
 def test_each_number_of_the_host_is_in_its_slot() -> None:

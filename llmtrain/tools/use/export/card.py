@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.data.manifest import glance
-from llmtrain.errors import harmless
 from llmtrain.model.base import Base
 from llmtrain.rundir import contents, record
+from llmtrain.text import harmless
 from llmtrain.tools.use.load import base_of_adapter
 from llmtrain.tools.use.target import Target
 

@@ -28,8 +28,9 @@ from typing import Any
 
 from llmtrain.data import heldout
 from llmtrain.data.manifest import glance
-from llmtrain.errors import Problem, RunError, UserError, first_line
+from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.rundir import contents
+from llmtrain.text import first_line
 from llmtrain.tools.use.target import Target
 
 _BLOCKS = 8

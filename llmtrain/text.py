@@ -1,15 +1,38 @@
-"""Numbers as a report writes them for people."""
+"""Text for people: numbers, sizes and lengths of time, cut to a width, without control characters.
+
+A length of time is written as `2 h 10 min`, and read as people write it in a config: `3h50m`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TypeGuard
+from unicodedata import combining, east_asian_width
 
 _MOST = sys.float_info.max
 _TURNING = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str, keep: str = "") -> str:
+    """Escape every character that is not printable, since a terminal might act on it.
+
+    File names and texts come from elsewhere. They could move the cursor or reverse the direction of
+    writing.
+
+    keep: characters that stay as they are, such as `\\n` in a message of several lines
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def number(value: object) -> str:
@@ -63,8 +86,8 @@ def percent(share: float) -> str:
     return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %"
 
 
-def seconds(value: float) -> str:
-    """Format a duration: 28 ms, 4.2 s, 1 min 15 s, 2 h 10 min, 3 d 4 h."""
+def duration(value: float) -> str:
+    """Format seconds: 28 ms, 4.2 s, 1 min 15 s, 2 h 10 min, 3 d 4 h."""
     if value < 1:
         return f"{max(0.0, value) * 1000:.0f} ms"
     if value < 10:
@@ -114,3 +137,59 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return -_MOST < value < _MOST  # no inf, NaN or integer that no float holds
+
+
+DURATION = "days, hours, minutes and seconds in this order, as 3h50m, 90m or 45s"
+_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def parse_duration(text: str) -> int | None:
+    """Return the seconds of a length of time; None if it is not a length of time, or is 0."""
+    found = _PARTS.fullmatch(text.strip())
+    if found is None:
+        return None
+    parts = (int(part or 0) for part in found.groups())
+    return sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) or None
+
+
+def columns(text: str) -> int:
+    """Return the width of a text on a terminal, in columns."""
+    return sum(_columns(char) for char in text)
+
+
+def fit(text: str, width: int) -> str:
+    """Shorten a text to a width; three dots mark that something was cut off.
+
+    It is cut between words, unless a long word would take half of the width with it.
+    """
+    if columns(text) <= width:
+        return text
+    room, kept = width - 3, ""
+    for char in text:
+        room -= _columns(char)
+        if room < 0:
+            break
+        kept += char
+    words = kept.rpartition(" ")[0]
+    return (words if 2 * columns(words) > width else kept) + "..."
+
+
+def wrap(text: str, width: int) -> Iterator[str]:
+    """Break a text into lines of at most this width, at spaces where there are any."""
+    line, used, space = "", 0, -1
+    for char in text:
+        if used + _columns(char) > width:
+            cut = space if space > 0 else len(line)
+            yield line[:cut]
+            line = line[cut:].removeprefix(" ")
+            used, space = columns(line), line.rfind(" ")
+        if char == " ":
+            space = len(line)
+        line, used = line + char, used + _columns(char)
+    yield line
+
+
+def _columns(char: str) -> int:
+    if combining(char):
+        return 0
+    return 2 if east_asian_width(char) in "WF" else 1

@@ -1,6 +1,6 @@
 import pytest
 
-from llmtrain.config.checks import seconds
+from llmtrain.text import parse_duration
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ from llmtrain.config.checks import seconds
         ("90", None),
     ],
 )
-def test_a_length_of_time_is_days_hours_minutes_and_seconds(text, expected):
-    assert seconds(text) == expected
+def test_a_length_of_time_is_days_hours_minutes_and_parse_duration(text, expected):
+    assert parse_duration(text) == expected
