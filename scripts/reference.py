@@ -102,7 +102,7 @@ def python() -> Iterator[str]:
     )
     public = [getattr(llmtrain, name) for name in llmtrain.__all__]
     for one in filter(inspect.isfunction, public):
-        yield from ("", f"### {one.__name__}", "", "```text", *_call(one), "```", "")
+        yield from ("", f"### {one.__name__}", "", "```text", _call(one), "```", "")
         yield from _docstring(one)
     yield from ("", "## Classes")
     returned = [get_type_hints(getattr(llmtrain, name))["return"] for name in RETURNING]
@@ -112,15 +112,12 @@ def python() -> Iterator[str]:
         yield from _members(one)
 
 
-def _call(one: Any) -> Sequence[str]:
-    """A function's name and parameters, on a line, or each on its own."""
-    shown = str(inspect.signature(one)).replace("'", "")
-    shown = re.sub(r"<function .*? at 0x\w+>", "…", shown)
-    if len(shown) <= 80:
-        return [one.__name__ + shown]
-    inside, _, end = shown.rpartition(") -> ")
-    parts = re.split(r", (?=\*|\w+:)", inside.removeprefix("("))
-    return [f"{one.__name__}(", *(f"    {part}," for part in parts), f") -> {end}"]
+def _call(one: Any) -> str:
+    """A function's name, parameters and result, as Python's own documentation writes them."""
+    signature = inspect.signature(one)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    shown = re.sub(r"-> '(.*)'$", r"-> \1", str(signature.replace(parameters=bare)))
+    return one.__name__ + re.sub(r"<function .*? at 0x\w+>", "…", shown)
 
 
 def _docstring(one: Any) -> Iterator[str]:
