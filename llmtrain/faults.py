@@ -1,6 +1,7 @@
 """Named failpoints, with which tests kill a run, fill its disk or damage its files.
 
-They do nothing unless LLMTRAIN_FAULTS is set to one or more faults, joined by `;`:
+A kill inside a rename, or between two votes, would otherwise be a matter of luck. Nothing is
+injected unless LLMTRAIN_FAULTS is set to one or more faults, joined by `;`:
 
     point[@step=N][@rank=R][@nth=K][@bytes=B][@p=0.01,seed=S]=action
 

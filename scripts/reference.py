@@ -2,24 +2,32 @@
 
     python scripts/reference.py
 
-The pages are the config keys, the commands, the files of a run, the exit codes and the names of
-other trainers. `python scripts/reference.py golden > tests/golden/config_keys.txt` fixes the keys.
+The pages are the config keys, the commands, the files of a run, the exit codes and the names for
+Python. `python scripts/reference.py golden > tests/golden/config_keys.txt` fixes the keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import llmtrain
 from llmtrain.checkpoint import format as checkpoint
 from llmtrain.config.keys import Key, all_keys
-from llmtrain.config.suggestions import foreign as foreign_names
 from llmtrain.errors import EXIT_CODES
 from llmtrain.rundir import contents, record
+from llmtrain.types import Batch
 
+# Functions whose results are classes without a public name.
+RETURNING = ("plan", "generate", "evaluate", "export")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -54,7 +62,8 @@ def config() -> Iterator[str]:
         "",
         "A config is a YAML file. `section.key=value` on the command line takes precedence. `*` is",
         "the number of an item of a list, counted from 0. `llmtrain config show` prints the values",
-        "of a config and who set them.",
+        "of a config and who set them. An item of `evaluation.sources` has the keys of one of",
+        "`data.sources`, but not `weight`, `max_epochs` and `id_column`.",
         "",
         "Editors check and complete a config by the JSON schema of `llmtrain config schema`. With",
         "a YAML language server, save it as `schema.json` beside the config, whose first line is",
@@ -63,11 +72,17 @@ def config() -> Iterator[str]:
     )
     for title, expert in (("Basic", False), ("Expert", True)):
         yield from ("", f"## {title}")
-        keys = [key for key in all_keys() if key.expert == expert]
+        keys = [key for key in all_keys() if key.expert == expert and not _repeats(key)]
         for section in dict.fromkeys(key.name.partition(".")[0] for key in keys):
             inside = [key for key in keys if key.name.partition(".")[0] == section]
             yield from ("", f"### {section}{' for experts' if expert else ''}", "")
             yield from table(("key", "takes", "default", ""), map(row_of_key, inside))
+
+
+def _repeats(key: Key) -> bool:
+    """Whether a key of validation data means what that of `data.sources` does."""
+    twin = key.name.replace("evaluation.sources.", "data.sources.")
+    return any(twin == other.name != key.name for other in all_keys())
 
 
 def row_of_key(key: Key) -> Sequence[str]:
@@ -75,21 +90,56 @@ def row_of_key(key: Key) -> Sequence[str]:
     return f"`{key.name}`", key.takes, f"`{key.default}`", key.description
 
 
-def foreign() -> Iterator[str]:
-    """The page of names that other trainers use."""
+def python() -> Iterator[str]:
+    """The page of the public names of the package and of what they return, from docstrings."""
     yield from (
-        "# Names in other trainers",
+        "# Python",
         "",
-        "The names are those of transformers' Trainer, TRL, axolotl, LLaMA-Factory, litgpt,",
-        "torchtitan and Megatron. A config that has one of them is refused with the key of this",
-        "table. [Coming from another trainer](../guides/coming-from.md) says what else differs.",
+        "What `import llmtrain` offers, and what its functions return. Everything else may change",
+        "without notice. [Notebooks and Python](../guides/python.md) has programs that use it.",
         "",
+        "## Functions",
     )
-    rows = (
-        (f"`{name}`", f"`{found.key}`" if found.key else "no key", found.advice)
-        for name, found in sorted(foreign_names().items())
-    )
-    yield from table(("you know", "here", "what differs"), rows)
+    public = [getattr(llmtrain, name) for name in llmtrain.__all__]
+    for one in filter(inspect.isfunction, public):
+        yield from ("", f"### {one.__name__}", "", "```text", _call(one), "```", "")
+        yield from _docstring(one)
+    yield from ("", "## Classes")
+    returned = [get_type_hints(getattr(llmtrain, name))["return"] for name in RETURNING]
+    for one in [*filter(inspect.isclass, public), *returned, Batch]:
+        yield from ("", f"### {one.__name__}", "")
+        yield from _docstring(one)
+        yield from _members(one)
+
+
+def _call(one: Any) -> str:
+    """A function's name, parameters and result, as Python's own documentation writes them."""
+    signature = inspect.signature(one)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    shown = re.sub(r"-> '(.*)'$", r"-> \1", str(signature.replace(parameters=bare)))
+    return one.__name__ + re.sub(r"<function .*? at 0x\w+>", "…", shown)
+
+
+def _docstring(one: Any) -> Iterator[str]:
+    """A docstring as Markdown: of `name: meaning` it makes a list."""
+    for line in (inspect.getdoc(one) or "").splitlines():
+        name, colon, meaning = line.partition(": ")
+        yield f"- `{name}`: {meaning}" if colon and name.isidentifier() else line
+
+
+def _members(one: Any) -> Iterator[str]:
+    """The fields of a class that its docstring does not explain, its properties and methods."""
+    names = [field.name for field in dataclasses.fields(one)] if is_dataclass(one) else []
+    if left := [name for name in names if f"\n{name}: " not in (inspect.getdoc(one) or "")]:
+        yield from ("", f"Other fields: {', '.join(f'`{name}`' for name in left)}.")
+    lines = [
+        f"- `{name}{'' if isinstance(member, property) else '()'}`: {words}"
+        for name, member in vars(one).items()
+        if isinstance(member, property) or inspect.isfunction(member)
+        if not name.startswith(("_", "model_")) and (words := inspect.getdoc(member))
+    ]
+    if lines:
+        yield from ("", *(" ".join(line.split()) for line in lines))
 
 
 def commands() -> Iterator[str]:
@@ -98,39 +148,75 @@ def commands() -> Iterator[str]:
 
     from llmtrain.cli.main import app
 
+    every = dict(_commands(typer.main.get_command(app), "llmtrain"))
+    common = _common(row for command in every.values() for row in rows_of(command))
     yield from (
         "# Commands",
         "",
         "`llmtrain COMMAND --help` shows the same in a terminal. What is printed for people goes",
-        "to stderr, results go to stdout; `--json` prints one object. Every command ends with one",
-        "of the [exit codes](exit-codes.md).",
+        "to stderr, results go to stdout. Every command ends with one of the",
+        "[exit codes](exit-codes.md). Several commands take these:",
+        "",
     )
-    yield from _commands(typer.main.get_command(app), "llmtrain")
+    yield from table(("argument or option", ""), common)
+    for name, command in every.items():
+        own = [row for row in rows_of(command) if row not in common]
+        yield from ("", f"## {name}")
+        if not hasattr(command, "commands"):
+            words = [usage(one) for one in command.params if one.param_type_name == "argument"]
+            words += ["[--json]"] * takes_json(command)
+            words += ["[OPTIONS]"] * any("--" in row[0] for row in own)
+            yield from ("", command.callback.__doc__.split("\n\n")[0], "")
+            yield from ("```text", " ".join([name, *words]), "```")
+        if own:
+            yield ""
+            yield from table(("argument or option", ""), own)
 
 
-def _commands(command: Any, name: str) -> Iterator[str]:
-    """The part of a command or of a group, and the parts of the commands in it."""
+def usage(argument: Any) -> str:
+    """The word of an argument in the line of its command: in brackets if it can be left out."""
+    word: str = argument.metavar
+    return word if argument.required or word.startswith("[") else f"[{word}]"
+
+
+def takes_json(command: Any) -> bool:
+    """Whether a command can print one object instead of text."""
+    return any("--json" in one.opts for one in command.params)
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield a command, or a group that has options and the commands in it, with their names."""
     inner = getattr(command, "commands", {})
-    if not inner:
-        yield from ("", f"## {name}", "", command.callback.__doc__.split("\n\n")[0], "")
-        words = [one.metavar for one in command.params if one.param_type_name == "argument"]
-        shown = " ".join([name, *words, "[OPTIONS]"])
-        yield from ("```text", shown, "```")
-    if rows := [row_of_parameter(one) for one in command.params if not one.hidden]:
-        yield from ("", f"## {name}", "") if inner else ("",)
-        yield from table(("argument or option", "default", ""), rows)
+    if not inner or rows_of(command):
+        yield name, command
     for word, one in inner.items():
         yield from _commands(one, f"{name} {word}")
 
 
-def row_of_parameter(one: Any) -> Sequence[str]:
+def _common(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return the rows that three commands have, if most commands with that name mean the same."""
+    counts = Counter(tuple(row) for row in rows).most_common()
+    often = [row for row, count in counts if count >= 3]
+    return [row for row in often if [other[0] for other in often].count(row[0]) == 1]
+
+
+def rows_of(command: Any) -> list[tuple[str, ...]]:
+    """The rows of the table of a command's arguments and options."""
+    return [row_of_parameter(one) for one in command.params if not one.hidden]
+
+
+def row_of_parameter(one: Any) -> tuple[str, ...]:
     """A row of the table of a command's arguments and options."""
     if one.param_type_name == "argument":
         name = one.metavar
     else:
         name = " ".join([*one.opts, *([] if one.is_flag else [one.metavar or ""])]).strip()
-    default = "" if one.default in (None, False) else f"`{one.default}`"
-    return f"`{name}`", "required" if one.required else default, one.help or ""
+    words = [one.help or ""]
+    if one.default not in (None, False):
+        words += [f"Default: `{one.default}`."]
+    elif one.required and one.param_type_name == "option":
+        words += ["Required."]
+    return f"`{name}`", " ".join(words)
 
 
 def exit_codes() -> Iterator[str]:
@@ -208,7 +294,7 @@ PAGES = {
     "commands.md": commands,
     "files.md": files,
     "exit-codes.md": exit_codes,
-    "foreign-keys.md": foreign,
+    "python.md": python,
 }
 
 

@@ -112,7 +112,7 @@ def adapt(asked: argparse.Namespace, base: Path, run: Path) -> None:
     """Train adapters on conversations that are not too long; the others are skipped and counted.
 
     A model like this one never comes to an end if most conversations that it sees are cut before
-    theirs.
+    theirs: cut at 512 tokens none of 20 answers ended, cut at 160 five, skipped beyond 160 fifteen.
     """
     command(
         "train",

@@ -200,6 +200,8 @@ def grow(model: PreTrainedModel, rows: int) -> None:
 
     Each new row is the mean of the old ones, so that the new tokens begin as likely as an average
     token. No random numbers are drawn. Tied parameters stay tied, and a bias grows as well.
+    `resize_token_embeddings` of transformers would draw the new rows at random, and take padded
+    rows away from a model whose tokenizer has fewer entries.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [one for one in (embedding, head) if one is not None]

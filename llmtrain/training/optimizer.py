@@ -163,8 +163,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer for the trainable parameters of a bare model. It has no state yet.
 
-    fused=False is for tests that compare shardings bit by bit. Raises UserError as `arrange` does,
-    and if a package is missing.
+    fused=False is for tests that compare shardings bit by bit: the fused kernel rounds the end of
+    a tensor in another way than the rest, and shards have other ends. Raises UserError as `arrange`
+    does, and if a package is missing.
     """
     groups = [
         {

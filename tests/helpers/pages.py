@@ -18,7 +18,7 @@ MEASURED = (
     *("speed", "speedrun", "data-speed", "checkpoint-speed"),
     *("strategies", "plan-figures", "portability", "faults"),
 )
-GENERATED = ("config", "commands", "files", "exit-codes", "foreign-keys")
+GENERATED = ("config", "commands", "files", "exit-codes", "python")
 WRITTEN_BY_PROGRAMS = {f"reference/{name}.md" for name in (*MEASURED, *GENERATED)}
 OPTIONS = {
     "bash": {"run", "add", "reason"},

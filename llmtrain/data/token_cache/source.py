@@ -111,7 +111,8 @@ class Rows:
 class TrainingStream:
     """The tokens of all documents that are not held out, one after the other.
 
-    heldout (h,): numbers of the held-out documents, ascending
+    heldout (h,): numbers of the held-out documents, ascending; their hashes decide, since the
+        format has no ids
     gaps (h,): for each of them, the position in the stream at which it is left out
     removed (h + 1,): number of tokens in the first 0, 1, … h of them
     tokens: length of the stream

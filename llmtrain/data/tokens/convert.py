@@ -61,7 +61,8 @@ class Converted:
         # know different versions of Unicode, the check at the first start notices it.
         if self.normalize and not text.isascii() and not unicodedata.is_normalized("NFC", text):
             text = self.normalize(text)
-        # The same as `encode_ordinary`, without a Python integer for every token.
+        # The same as `encode_ordinary`, without a Python integer for every token. The encoding has
+        # one control token that nobody uses: with none, tiktoken looks for them at every byte.
         found = self.encoding.encode_to_numpy(text, disallowed_special=())
         ranks: np.ndarray = found.view(np.int32)
         return ranks if self.ids is None else self.ids[ranks]

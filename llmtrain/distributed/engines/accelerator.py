@@ -214,7 +214,8 @@ def _make_ddp(
         **common,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout),
-            # Views halve the memory of gradients. Buffers are equal on all ranks at the start.
+            # Views halve the memory of gradients. Buffers are equal on all ranks at the start. Not
+            # `static_graph`: with it a first backward inside `no_sync` fails (torch 2.13).
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,

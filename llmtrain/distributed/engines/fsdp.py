@@ -272,8 +272,9 @@ def _fill_unused(module: nn.Module) -> None:
     """Give unused parameters a gradient of zeros if others of their group have accumulated one.
 
     Accumulated gradients have the dtype of the reduction, but a first gradient has the dtype of the
-    forward, and torch refuses to reduce both together. The private names of torch 2.13 are used
-    only here, and have a test.
+    forward, and torch refuses to reduce both together. The price: what no rank used in a step is
+    moved by its momentum and its decay. The private names of torch 2.13 are used only here, and
+    have a test.
     """
     for part in _sharded(module):
         for group in part._get_fsdp_state()._fsdp_param_groups:

@@ -124,7 +124,8 @@ def flops(shape: ModelShape, seq_len: int) -> float:
     That is 6 for each parameter in a product, and 12 · attention · seq_len: forward, gradient of
     the input, gradient of the weight. A frozen weight has no third part, and what lies below all
     trained ones no second. Attention counts in full, as if it were not causal: so do published
-    numbers (PaLM, appendix B).
+    numbers (PaLM, appendix B). Embeddings are in no product and count nothing: with them a small
+    model of a large vocabulary would look faster than it is.
     """
     lowest = _lowest_trained(shape)
     above = 1 - max(lowest, 0) / max(shape.blocks, 1)  # share of the blocks with gradients

@@ -2,7 +2,8 @@
 
 The processes cannot run what is typed there, so they run the command line instead, with a config
 that is written to a temporary file. What the command line would print comes back as a `Result` or
-an error.
+an error. accelerate's `notebook_launcher` would fork this process instead, which fails once it has
+used CUDA.
 """
 
 from __future__ import annotations
