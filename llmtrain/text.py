@@ -61,8 +61,9 @@ def short(value: object) -> str:
     if not _is_number(value):
         return "–"
     for unit, sign in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g}{sign}" if abs(value) < 1e15 else f"{value:.3g}"
+        if (amount := abs(value) / unit) >= 0.9995 and abs(value) < 1e15:
+            decimals = 0 if amount >= 99.95 else 1 if amount >= 9.995 else 2
+            return f"{value / unit:.{decimals}f}{sign}"
     return f"{value:.3g}"
 
 
@@ -91,7 +92,7 @@ def duration(value: float) -> str:
     if value < 1:
         return f"{max(0.0, value) * 1000:.0f} ms"
     if value < 10:
-        return f"{value:.1f} s"
+        return f"{value:.2g} s"
     whole = round(value)
     if whole < 60:
         return f"{whole} s"
@@ -158,20 +159,20 @@ def columns(text: str) -> int:
 
 
 def fit(text: str, width: int) -> str:
-    """Shorten a text to a width; three dots mark that something was cut off.
+    """Shorten a text to a width; an ellipsis marks that something was cut off.
 
     It is cut between words, unless a long word would take half of the width with it.
     """
     if columns(text) <= width:
         return text
-    room, kept = width - 3, ""
+    room, kept = width - 1, ""
     for char in text:
         room -= _columns(char)
         if room < 0:
             break
         kept += char
     words = kept.rpartition(" ")[0]
-    return (words if 2 * columns(words) > width else kept) + "..."
+    return (words if 2 * columns(words) > width else kept) + "…"
 
 
 def wrap(text: str, width: int) -> Iterator[str]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, runs, show
-from llmtrain.cli.watch import ProgressLine
+from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, ProgressLine, runs, show
 from llmtrain.text import harmless, size
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ from llmtrain.cli.options import (
     AsJson,
     ConfigFile,
     Overrides,
+    ProgressLine,
     RunDir,
+    busy,
     show,
 )
-from llmtrain.cli.watch import ProgressLine, busy
 from llmtrain.system import cores
 from llmtrain.text import columns, fit, harmless, wrap
 

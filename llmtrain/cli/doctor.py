@@ -15,9 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.options import WIDTH
+from llmtrain.cli.options import WIDTH, ProgressLine
 from llmtrain.cli.options import show as print_lines
-from llmtrain.cli.watch import ProgressLine
 from llmtrain.text import fit, harmless, wrap
 
 if TYPE_CHECKING:

@@ -5,12 +5,9 @@ TAB starts a process, so completion imports only typer: the keys and their value
 
     llmtrain train configs/quickstart.yaml data.pack‸   →   data.packing=auto, =concat, …
 
-What a finished start prints: what it reached, and what to do next.
-
-Show the text of documents on a terminal: without control characters, in lines of a known width.
-
-A document may contain anything. Characters that are not printable are written as escapes, so that
-they cannot move the cursor or change the direction of writing. No colours are used.
+What commands print may hold the text of documents, which may contain anything. Characters that are
+not printable are written as escapes, so that they cannot move the cursor or change the direction of
+writing. No colours are used.
 """
 
 from __future__ import annotations
@@ -19,7 +16,10 @@ import json
 import logging
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +27,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmtrain import config as config_package
-from llmtrain.report import verdict
-from llmtrain.report.collect import Tables, column
-from llmtrain.text import count, duration, fit, fixed, harmless, percent, short
+from llmtrain import system
+from llmtrain.text import harmless
 
 _KEYS = Path(config_package.__file__).with_name("keys.json")
 _ITEM = "*"
@@ -174,37 +173,6 @@ AccelerateFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def end_block(run: Tables, width: int = 160) -> Iterator[str]:
-    """Yield at most ten lines, between how the run ended and the path of its report.
-
-    width: of the terminal; the sample is cut there
-    """
-    if losses := column(run.evaluations, "loss"):
-        best, lowest = min(losses, key=lambda point: point[1])
-        first, last = fixed(losses[0][1]), fixed(losses[-1][1])
-        last = verdict.NOT_FINITE if verdict.ended_not_finite(run) else last
-        yield f"held-out   {first} → {last}, best {fixed(lowest)} at step {count(best)}"
-    elif verdict.ended_not_finite(run):
-        yield f"held-out   {verdict.NOT_FINITE} in every evaluation"
-    elif trained := run.numbers("loss"):
-        yield f"loss       {fixed(trained[0][1])} → {fixed(trained[-1][1])}"
-    if tokens := run.numbers("tokens"):
-        share = verdict.goodput(run)
-        good = "" if share is None else f", goodput {percent(share)}"
-        yield f"tokens     {short(tokens[-1][1])} in {duration(run.wall_seconds)}{good}"
-    if run.samples:
-        newest = run.samples[-1]
-        said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
-        yield fit(f"sample     {said}", width)
-    yield from (f"wrong      {said}" for said in verdict.failures(run))
-    if verdict.best_checkpoint(run):
-        for command, word in zip(verdict.uses(run), ("use", ""), strict=False):
-            yield f"{word:<11}{command}"
-    if run.status.get("state") != "finished":
-        yield "resume     give the same command again"
-    yield f"compare    llmtrain report {verdict.where(run)} OTHER --out comparison.html"
-
-
 WIDTH = 80
 
 
@@ -225,3 +193,68 @@ class LogLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the formatted message, with control characters escaped."""
         return harmless(super().format(record), keep="\n")
+
+
+_BUSY_AFTER_SECONDS = 3.0
+_SECONDS_BETWEEN = {True: 0.5, False: 30.0}  # True: on a terminal, where lines replace each other
+
+
+class ProgressLine:
+    """A line of progress: on a terminal it replaces the last one, elsewhere it is added below."""
+
+    def __init__(self, wait: bool) -> None:
+        """Begin. wait: whether the first line is due only after a normal interval."""
+        self.moves = sys.stderr.isatty()
+        self._next = time.perf_counter() + _SECONDS_BETWEEN[self.moves] * wait
+
+    def is_due(self) -> bool:
+        """Whether it is time for another line. If so, the next one is due after an interval."""
+        now = time.perf_counter()
+        if now < self._next:
+            return False
+        self._next = now + _SECONDS_BETWEEN[self.moves]
+        return True
+
+    def show(self, text: str, *, last: bool = False) -> None:
+        """Write the line. last: move the cursor to the next line."""
+        begin, end = ("\r\033[K", "\n" * last) if self.moves else ("", "\n")
+        print(f"{begin}{harmless(text)}", end=end, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line, if it is on a terminal."""
+        if self.moves:
+            self.show("")
+
+
+@contextmanager
+def busy(what: str) -> Iterator[Callable[[], None]]:
+    """While the block runs, show on a terminal what it does, from the third second on.
+
+    what: the first phase; `system.beat` sets the next ones
+
+    Yields a function that ends this early, before the block shows something itself.
+    """
+    system.beat(what)
+    line, over, began = ProgressLine(wait=False), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait = _BUSY_AFTER_SECONDS
+        while not over.wait(wait):
+            line.show(f"{system.beat_in_words()}, {time.monotonic() - began:.0f} s")
+            wait = _SECONDS_BETWEEN[True]
+
+    def end() -> None:
+        if not over.is_set():
+            over.set()
+            thread.join()
+            line.clear()
+
+    thread = threading.Thread(target=tell, name="busy", daemon=True)
+    if line.moves:
+        thread.start()
+    else:
+        over.set()
+    try:
+        yield end
+    finally:
+        end()

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.options import WIDTH, show
-from llmtrain.cli.watch import busy
+from llmtrain.cli.options import WIDTH, busy, show
 from llmtrain.distributed.plan.speed import HFU
 from llmtrain.errors import UserError
 from llmtrain.text import duration as in_words

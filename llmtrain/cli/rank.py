@@ -14,13 +14,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from llmtrain.config import secrets
 from llmtrain.errors import DISK_FAILED, PeerError, Problem, RunError, UserError, explained
-from llmtrain.text import first_line, harmless
+from llmtrain.report import verdict
+from llmtrain.report.collect import Tables, collect, column
+from llmtrain.text import count, duration, first_line, fit, fixed, harmless, percent, short
 from llmtrain.tools.launch.launch import leave_words, repeat_after_launcher
 
 _RANK_0_SPEAKS_SECONDS = 2.0
@@ -91,8 +93,6 @@ def _report(run_dir: Path) -> str:
         return ""
     import shutil
 
-    from llmtrain.cli.options import end_block
-    from llmtrain.report.collect import collect
     from llmtrain.report.page import write_report
 
     try:
@@ -211,3 +211,34 @@ def _unlink_semaphores() -> None:
         from multiprocessing import util
 
         util._run_finalizers(0)  # type: ignore[attr-defined]  # not in typeshed
+
+
+def end_block(run: Tables, width: int = 160) -> Iterator[str]:
+    """Yield at most ten lines, between how the run ended and the path of its report.
+
+    width: of the terminal; the sample is cut there
+    """
+    if losses := column(run.evaluations, "loss"):
+        best, lowest = min(losses, key=lambda point: point[1])
+        first, last = fixed(losses[0][1]), fixed(losses[-1][1])
+        last = verdict.NOT_FINITE if verdict.ended_not_finite(run) else last
+        yield f"held-out   {first} → {last}, best {fixed(lowest)} at step {count(best)}"
+    elif verdict.ended_not_finite(run):
+        yield f"held-out   {verdict.NOT_FINITE} in every evaluation"
+    elif trained := run.numbers("loss"):
+        yield f"loss       {fixed(trained[0][1])} → {fixed(trained[-1][1])}"
+    if tokens := run.numbers("tokens"):
+        share = verdict.goodput(run)
+        good = "" if share is None else f", goodput {percent(share)}"
+        yield f"tokens     {short(tokens[-1][1])} in {duration(run.wall_seconds)}{good}"
+    if run.samples:
+        newest = run.samples[-1]
+        said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
+        yield fit(f"sample     {said}", width)
+    yield from (f"wrong      {said}" for said in verdict.failures(run))
+    if verdict.best_checkpoint(run):
+        for command, word in zip(verdict.uses(run), ("use", ""), strict=False):
+            yield f"{word:<11}{command}"
+    if run.status.get("state") != "finished":
+        yield "resume     give the same command again"
+    yield f"compare    llmtrain report {verdict.where(run)} OTHER --out comparison.html"

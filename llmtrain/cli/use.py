@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.cli.options import AsJson, runs, show
-from llmtrain.cli.watch import ProgressLine, busy
+from llmtrain.cli.options import AsJson, ProgressLine, busy, runs, show
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
 

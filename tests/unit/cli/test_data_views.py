@@ -7,8 +7,8 @@ import pytest
 
 from llmtrain.cli.data import inspection, step_documents
 from llmtrain.cli.main import main
-from llmtrain.cli.options import clip, columns, show, wrap
-from llmtrain.text import harmless
+from llmtrain.cli.options import show
+from llmtrain.text import columns, fit, harmless, wrap
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
 from llmtrain.tools.data.which import Found, StepDocuments
 
@@ -135,7 +135,7 @@ def test_the_documents_of_a_step_read_like_this():
         "    " + " ".join(["a\\nb"] * 15),
         "    " + " ".join(["a\\nb"] * 15),
         "121    0:31     wikipedia/20140304.en  -         notes.txt 12345",
-        "121    0:31     wikipedia/20140304.en  18225001  土星の衛星と環についての長い...",
+        "121    0:31     wikipedia/20140304.en  18225001  土星の衛星と環についての長い記…",
     ]
     assert max(columns(line) for line in shown) <= 80
 
@@ -198,9 +198,9 @@ def test_wrapping_keeps_every_character_and_the_width(text):
 
 
 def test_clipping_says_that_something_is_missing():
-    assert clip("short", 10) == "short"
-    assert clip("x" * 11, 10) == "xxxxxxx..."
-    assert columns(clip("中" * 11, 10)) <= 10
+    assert fit("short", 10) == "short"
+    assert fit("x" * 11, 10) == "xxxxxxxxx…"
+    assert columns(fit("中" * 11, 10)) <= 10
 
 
 def test_what_is_harmless_stays_as_it_is():

@@ -8,7 +8,7 @@ import pytest
 from helpers.config import written
 
 from llmtrain.cli import doctor as module
-from llmtrain.cli.options import columns
+from llmtrain.text import columns
 from llmtrain.tools.doctor import doctor as tool
 from llmtrain.tools.doctor.case import Verdict
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers import runs
 
-from llmtrain.cli.options import end_block
+from llmtrain.cli.rank import end_block
 from llmtrain.report.collect import collect
 from llmtrain.report.page import write_report
 
@@ -56,7 +56,7 @@ def test_a_long_sample_is_cut_at_the_width_of_the_terminal(tmp_path):
     lines = [runs.start_line(0), runs.sample_line(5, " 木" * 100 + "\n\nend")]
     folder = runs.write_run(tmp_path, lines)
     (shown,) = (one for one in end_block(collect(folder), 40) if one.startswith("sample"))
-    assert shown == "sample     The planet 木 木 木 木 木 木…"
+    assert shown == "sample     The planet 木 木 木 木 木…"
 
 
 def test_a_directory_with_spaces_is_one_word_of_the_commands(tmp_path):

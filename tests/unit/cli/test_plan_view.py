@@ -8,9 +8,9 @@ import pytest
 from helpers.config import written
 from helpers.rings import diagonal
 
-from llmtrain.cli.options import columns
 from llmtrain.cli.plan_view import show_plan
 from llmtrain.model.count import CannotCountError
+from llmtrain.text import columns
 from llmtrain.training.start import planning
 
 SMALL = """\
@@ -71,7 +71,7 @@ def test_a_plan_shows_every_strategy_the_choice_and_what_else_the_run_takes(tmp_
 def test_what_fits_nowhere_is_shown_with_suggestions_and_ends_with_code_2(tmp_path, capsys):
     code, out, err = shown(tmp_path, capsys, (1, 1, 24.0, 64.0), text=LARGE)
     assert code == 2
-    assert err.startswith("error: nothing fits 24.0 GiB: ")
+    assert err.startswith("error: nothing fits 24 GiB: ")
     assert len(err.splitlines()) == 1
     for name in ("ddp", "fsdp2_offload", "zero3_offload"):
         assert rows(out, name)[1].endswith("no")

@@ -4,8 +4,8 @@ import pytest
 from helpers.ranks import until
 
 from llmtrain import system
-from llmtrain.cli import watch
-from llmtrain.cli.watch import ProgressLine, busy
+from llmtrain.cli import options
+from llmtrain.cli.options import ProgressLine, busy
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize(("moves", "seconds"), [(True, 0.5), (False, 30.0)])
 def test_a_line_is_due_now_and_then(clock, monkeypatch, moves, seconds):
-    monkeypatch.setattr(watch.sys.stderr, "isatty", lambda: moves, raising=False)
+    monkeypatch.setattr(options.sys.stderr, "isatty", lambda: moves, raising=False)
     line = ProgressLine(wait=False)
     assert line.is_due()
     clock[0] += seconds - 0.01
@@ -28,7 +28,7 @@ def test_a_line_is_due_now_and_then(clock, monkeypatch, moves, seconds):
 
 
 def test_on_a_terminal_a_line_replaces_the_one_before(monkeypatch, capsys):
-    monkeypatch.setattr(watch.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(options.sys.stderr, "isatty", lambda: True, raising=False)
     line = ProgressLine(wait=False)
     line.show("1 of 2")
     line.show("2 of 2\x1b[31m", last=True)
@@ -47,9 +47,9 @@ def test_elsewhere_each_line_stays_and_there_is_nothing_to_remove(capsys):
 def test_ux_07_a_command_shows_on_a_terminal_what_takes_long_and_then_removes_it(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(watch.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(watch, "_BUSY_AFTER_SECONDS", 0.0)
-    monkeypatch.setitem(watch._SECONDS_BETWEEN, True, 0.001)
+    monkeypatch.setattr(options.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(options, "_BUSY_AFTER_SECONDS", 0.0)
+    monkeypatch.setitem(options._SECONDS_BETWEEN, True, 0.001)
     shown = []
     monkeypatch.setattr(ProgressLine, "show", lambda line, text, **_: shown.append(text))
     with busy("loading") as end:
@@ -63,7 +63,7 @@ def test_ux_07_a_command_shows_on_a_terminal_what_takes_long_and_then_removes_it
 
 
 def test_where_there_is_no_terminal_nothing_is_added(monkeypatch, capsys):
-    monkeypatch.setattr(watch, "_BUSY_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_BUSY_AFTER_SECONDS", 0.0)
     with busy("loading") as end:
         end()
     assert capsys.readouterr().err == ""

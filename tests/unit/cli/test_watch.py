@@ -8,9 +8,9 @@ import pytest
 from helpers import runs
 
 from llmtrain.cli import watch as module
-from llmtrain.cli.options import columns
 from llmtrain.cli.watch import frame, watch
 from llmtrain.errors import UserError
+from llmtrain.text import columns
 from llmtrain.tools.watch import Watcher
 
 BRAILLE = re.compile("[\u2800-\u28ff]")

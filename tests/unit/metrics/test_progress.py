@@ -5,7 +5,8 @@ import re
 import pytest
 from helpers.runs import numbers
 
-from llmtrain.metrics.progress import Progress, duration, plain_line
+from llmtrain.metrics.progress import Progress, plain_line
+from llmtrain.text import duration
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -170,7 +171,7 @@ def test_a_loss_that_is_not_finite_is_shown_as_such():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(4.6, "5 s"), (65, "1 min 5 s"), (7800, "2 h 10 min"), (360000, "4 d 4 h"), (-1, "0 s")],
+    [(4.6, "4.6 s"), (65, "1 min 5 s"), (7800, "2 h 10 min"), (360000, "4 d 4 h"), (-1, "0 ms")],
 )
 def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text

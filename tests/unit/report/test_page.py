@@ -7,7 +7,6 @@ import pytest
 from helpers import runs
 from helpers.runs import HOSTILE
 
-from llmtrain import text as shown
 from llmtrain.errors import UserError
 from llmtrain.report.collect import collect
 from llmtrain.report.page import figures, inline, write_report
@@ -160,19 +159,3 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left_there(tmp_p
     with pytest.raises(UserError, match="folder"):
         write_report(run_dir, tmp_path / "folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
-
-
-@pytest.mark.parametrize(
-    ("format_", "value", "text"),
-    [
-        ("number", None, "–"), ("number", float("nan"), "–"), ("number", 0.000123456, "0.000123"),
-        ("number", 2.34567891, "2.346"), ("number", 12345.6, "12,346"), ("number", 1e30, "1e+30"),
-        ("fixed", 2.5, "2.500"), ("fixed", True, "–"), ("short", 14_800, "14.8 k"),
-        ("size", 0, "0 B"), ("size", 1023, "1023 B"), ("size", 14_900_000, "14.2 MiB"),
-        ("size", 2**50, "1,024.0 TiB"), ("percent", 0.944, "94 %"), ("percent", 0.0001, "< 0.1 %"),
-        ("seconds", 0.028, "28 ms"), ("seconds", 75, "1 min 15 s"), ("seconds", 7800, "2 h 10 min"),
-        ("when", 1e30, "–"), ("when", 0, "1970-01-01 00:00:00"),
-    ],
-)  # fmt: skip
-def test_numbers_are_written_for_people(format_, value, text):
-    assert getattr(shown, format_)(value) == text

@@ -3,7 +3,7 @@ import math
 import pytest
 from helpers import runs
 
-from llmtrain.cli.options import end_block
+from llmtrain.cli.rank import end_block
 from llmtrain.cli.watch import frame
 from llmtrain.report import verdict
 from llmtrain.report.collect import collect

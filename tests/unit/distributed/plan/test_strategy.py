@@ -201,7 +201,7 @@ def test_a_reason_is_one_sentence_with_what_the_others_miss():
 def test_where_nothing_fits_the_nearest_miss_is_named_with_what_would_help():
     choice = choose("70B", machine(2, 24, host=64))
     assert choice.chosen is None
-    assert choice.reason.startswith("nothing fits 24.0 GiB: ")
+    assert choice.reason.startswith("nothing fits 24 GiB: ")
     assert choice.nearest_miss.missing_bytes == min(one.missing_bytes for one in choice.candidates)
     assert all(one.remedy and one.missing_bytes > 0 for one in choice.candidates)
 

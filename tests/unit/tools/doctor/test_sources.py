@@ -161,9 +161,9 @@ def test_ux_19_the_bytes_that_a_run_will_write_are_those_of_its_tensors(tmp_path
     assert bytes_of(spec_of(made)) == BYTES
     looked = run.disk(made)
     assert looked.state == "ok"
-    assert f"{BYTES / 1024:.4g} KiB a checkpoint" in looked.found
+    assert f"{BYTES / 1024:.3g} KiB a checkpoint" in looked.found
     # 3 newest, the best, the one being written and the one being deleted
-    assert f"{6 * BYTES / 2**20:.4g} MiB still to be kept" in looked.found
+    assert f"{6 * BYTES / 2**20:.3g} MiB still to be kept" in looked.found
 
 
 def test_frozen_parameters_have_no_moments_on_disk(tmp_path):
