@@ -14,11 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir.contents import AUTO, STATUS, write_atomically
+from llmtrain.types import Compiled
+
+T = TypeVar("T")
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -125,11 +128,50 @@ def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
     return fields
 
 
-class Auto:
-    """The values in `auto.json`.
+class _Choice(Generic[T]):
+    """A value of `auto.json` under the name of the attribute; None until it is chosen."""
 
-    Every rank reads the file before the process group exists; rank 0 writes it afterwards.
+    def __init__(self, section: str) -> None:
+        self._section = section
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, choices: FrozenChoices, owner: type) -> T | None:
+        value: T | None = getattr(choices, self._section).get(self._name)
+        return value
+
+    def __set__(self, choices: FrozenChoices, value: T) -> None:
+        getattr(choices, self._section)[self._name] = value
+
+
+class FrozenChoices:
+    """What a start chose where the config says `auto`, in `auto.json`: later starts keep it.
+
+    A key that the config sets takes precedence; else what is frozen here; else it is chosen, and
+    put here. Every rank reads the file before the process group exists; rank 0 writes it
+    afterwards.
+
+    launch: `launch_kind` of this start; "" if only `run` is asked for
+
+    precision: fp32 or bf16
+    loss_kernel: chunked, torch or logits
+    adapter_targets: names of the layers that have adapters
+    base: what the run begins with, and the keys that named it
+    epoch: what was counted of an epoch, and of which data
+    attention_backend, compile: as the config's keys
+    micro_batch_size, threads: as the config's keys. The rest of `launch` is the layout of the plan.
     """
+
+    precision = _Choice[str]("run")
+    loss_kernel = _Choice[str]("run")
+    adapter_targets = _Choice[list[str]]("run")
+    base = _Choice[dict[str, Any]]("run")
+    epoch = _Choice[dict[str, Any]]("run")
+    attention_backend = _Choice[str]("device")
+    compile = _Choice[Compiled]("device")
+    micro_batch_size = _Choice[int]("launch")
+    threads = _Choice[int]("launch")
 
     def __init__(self, run_dir: Path, launch: str) -> None:
         self._path = run_dir / AUTO
@@ -180,7 +222,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_decided(value: object) -> bool:
-    """Whether `value` has the form that `Auto.to_bytes` writes."""
+    """Whether `value` has the form that `FrozenChoices.to_bytes` writes."""
     if not isinstance(value, dict):
         return False
     run, by_kind = value.get("run", {}), [value.get(key, {}) for key in ("devices", "launches")]

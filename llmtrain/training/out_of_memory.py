@@ -70,7 +70,7 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
 def _layout(processes: Processes, global_batch_size: int) -> Layout:
     """Return the layout of this start, with the micro-batch that was found by trying."""
     layout = processes.planned.layout
-    micro = processes.auto.launch.get("micro_batch_size", layout.micro_batch_size)
+    micro = processes.auto.micro_batch_size or layout.micro_batch_size
     share = global_batch_size // processes.launched.ranks.world_size
     return replace(layout, micro_batch_size=micro, accumulation=share // micro)
 

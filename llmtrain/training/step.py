@@ -16,7 +16,7 @@ from torch import Tensor
 from llmtrain import faults, system
 from llmtrain.distributed.engines import engine
 from llmtrain.distributed.ranks import sum_over_ranks
-from llmtrain.hashing import mix
+from llmtrain.hashing import mix, splitmix64
 from llmtrain.model import attention
 from llmtrain.model.attention import document_tensors, needed_rows, on_device, padding_tensors
 from llmtrain.training.run.run import Run
@@ -42,12 +42,17 @@ def seed_generators(device: torch.device, seed: int, rank: int, step: int) -> No
     What is drawn depends on nothing before the step, so there is no state to save, and a resumed
     run draws what an uninterrupted one does. Ranks draw other numbers, as their blocks are others.
     """
-    key = mix(seed, _DRAWS, rank, step)
+    key = splitmix64(_stream(seed, rank) ^ step)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from
     torch.default_generator.manual_seed(key)  # `torch.manual_seed` asks for every kind of device
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
+
+
+@lru_cache(1)
+def _stream(seed: int, rank: int) -> int:
+    return mix(seed, _DRAWS, rank)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:

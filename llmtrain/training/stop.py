@@ -29,13 +29,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain import system
-from llmtrain.config.schema import CheckpointConfig
 from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.text import parse_duration
 from llmtrain.types import Flags
+
+if TYPE_CHECKING:
+    from llmtrain.config.schema import CheckpointConfig
 
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too

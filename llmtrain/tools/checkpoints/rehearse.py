@@ -34,7 +34,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
-from llmtrain.rundir.status import Auto, read_status
+from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.tools.launch.launch import has_gpu, launch, launch_problems
 
 KILL_AT = 6
@@ -145,7 +145,7 @@ def rehearse(
         told(f"{kill_at + 2} steps straight, {_words(world_size)}")
         start("straight", straight, shared, world_size, {})
         # A CPU is timed, and twice may be answered otherwise.
-        shared.append(f"training.precision={Auto(straight, '').run['precision']}")
+        shared.append(f"training.precision={FrozenChoices(straight, '').precision}")
         told(f"the same, killed in step {kill_at}")
         start("killed", killed, shared, world_size, fault)
         told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")

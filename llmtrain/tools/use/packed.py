@@ -33,11 +33,10 @@ from llmtrain.model.attention import (
 )
 from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.rundir import contents, record
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 from llmtrain.tools.use.load import Opened
 from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import by_source, result, totals
-from llmtrain.training.start.frozen import LOSS_KERNEL
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
 from llmtrain.training.step import target_keywords
@@ -113,18 +112,20 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
     facts = glance(manifest)
     start = _start_of(run_dir, step)
     device = start.get("device_type", "cpu")
-    auto = Auto(run_dir, launch_kind(start.get("strategy", ""), device, start["world_size"]))
+    auto = FrozenChoices(
+        run_dir, launch_kind(start.get("strategy", ""), device, start["world_size"])
+    )
     return HeldOutOfRun(
         run_dir,
         held,
         facts["seq_len"],
         facts["packing"],
         facts["document_mask"],
-        auto.run.get("precision", "fp32"),
+        auto.precision or "fp32",
         start["world_size"],
         start["micro_batch_size"],
-        auto.launch.get("threads"),
-        auto.device.get("attention_backend", "auto"),
+        auto.threads,
+        auto.attention_backend or "auto",
     )
 
 
@@ -200,7 +201,7 @@ def _score_rank(
 
 def _loss(opened: Opened, run_dir: Path) -> LossModule:
     """Return the module that computes the loss as the run does."""
-    kernel = Auto(run_dir, "").run.get(LOSS_KERNEL, "logits")
+    kernel = FrozenChoices(run_dir, "").loss_kernel or "logits"
     found = "" if kernel == "logits" else examine(opened.model)
     return LossModule(opened.model, found if isinstance(found, Head) else None, kernel=kernel)
 

@@ -42,7 +42,7 @@ from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model import trainable
 from llmtrain.model.base import Base
 from llmtrain.rundir import contents
-from llmtrain.rundir.status import Auto, read_status
+from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line
 from llmtrain.tools.checkpoints import look
 from llmtrain.training.start.frozen import kept_base, resolve_adapter, trained_tokens, what_changed
@@ -242,7 +242,7 @@ def seen_by(run_dir: Path) -> Seen:
         expected = f"a run that has begun, not a model or a checkpoint; no {', '.join(missing)}"
         raise UserError(Problem(OPTION, run_dir, expected))
     config = load_config(run_dir / contents.CONFIG, {"run.dir": str(run_dir)})
-    precision = Auto(run_dir, "").run.get("precision", "fp32")
+    precision = FrozenChoices(run_dir, "").precision or "fp32"
     return Seen(run_dir, config, precision)
 
 
@@ -310,7 +310,7 @@ def attach_adapters(model: Any, base: Path, seen: Seen) -> None:
     """
     import torch
 
-    config, auto = seen.config, Auto(seen.run_dir, "")
+    config, auto = seen.config, FrozenChoices(seen.run_dir, "")
     dtype = torch.bfloat16 if seen.precision == "bf16" else torch.float32
     asked = resolve_adapter(config, auto)
     state = {"config": {"adapter.kind": asked.kind}, "auto": {"run": auto.run}}

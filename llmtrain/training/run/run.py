@@ -35,7 +35,7 @@ from llmtrain.distributed.engines.engine import Engine
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
 from llmtrain.metrics.meter import Meter
 from llmtrain.model.base import Base
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import Threads
 from llmtrain.training.run.due import Due
 from llmtrain.training.run.feed import Feed
@@ -82,7 +82,7 @@ class Processes:
     base: the weights that the run begins with; None = random ones
     decided_again: whether values were chosen again, because no earlier start was of the same kind
         (strategy, device type, number of processes) or because what one froze no longer fits
-    precision: of the run, with the reason, for people
+    precision, why_precision: of the run, bf16 or fp32, and the reason
     threads_before: those that earlier launches of this kind had; None = there was none
     """
 
@@ -91,10 +91,11 @@ class Processes:
     planned: Planned
     base: Base | None
     run_id: str
-    auto: Auto
+    auto: FrozenChoices
     versions: dict[str, str]
     decided_again: bool
     precision: str
+    why_precision: str
     threads: Threads
     threads_before: int | None
 

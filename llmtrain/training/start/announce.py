@@ -115,7 +115,7 @@ def report_changes(run: Run, place: Place) -> None:
 
 def _warn_of_few_steps(run: Run) -> None:
     """Say what a run of few steps is, and what to set for more."""
-    training, counted = run.config.training, run.processes.auto.run.get("epoch")
+    training, counted = run.config.training, run.processes.auto.epoch
     if training.epochs is None or counted is None:
         return
     if found := few_steps(training, counted, run.data.manifest, run.ranks.world_size):
@@ -164,7 +164,8 @@ def _summary(run: Run, trainable: int) -> list[str]:
     strategy, why = run.processes.launched.strategy, run.processes.planned.reason
     for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
         why = why.removeprefix(elsewhere)
-    place = f"{strategy} on {count} × {run.device.type}, {run.processes.precision}"
+    precision = f"{run.processes.precision} ({run.processes.why_precision})"
+    place = f"{strategy} on {count} × {run.device.type}, {precision}"
     return [
         *_devices(devices, run.ranks.world_size),
         f"threads   {threads.count} a process ({threads.why})",

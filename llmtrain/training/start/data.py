@@ -106,19 +106,20 @@ def with_steps(
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
-        if auto.run.get("epoch", {}).get("data") != data.manifest.fingerprint:
+        counted = auto.epoch
+        if counted is None or counted.get("data") != data.manifest.fingerprint:
             reading = reading_of(data_settings(config), config.run_dir, stop)
-            counted = from_rank_zero(
+            found_here = from_rank_zero(
                 ranks, lambda: asdict(epoch(data.manifest, data.encoder, reading, (), data.state))
             )
-            auto.run["epoch"] = {"data": data.manifest.fingerprint, **counted}
-        steps = _steps_of(training, auto.run["epoch"])
-        how = "exactly" if auto.run["epoch"]["exact"] else "estimated"
+            auto.epoch = counted = {"data": data.manifest.fingerprint, **found_here}
+        steps = _steps_of(training, counted)
+        how = "exactly" if counted["exact"] else "estimated"
         _log.info("%g epochs are %s steps (%s)", training.epochs, f"{steps:,}", how)
         training = training.model_copy(update={"steps": steps})
         config = config.model_copy(update={"training": training})
     agreed(ranks, lambda: _refuse_shorter(config, found))
-    agreed(ranks, lambda: _refuse_without_data(config, auto.run.get("epoch", {}), found))
+    agreed(ranks, lambda: _refuse_without_data(config, auto.epoch or {}, found))
     return config
 
 

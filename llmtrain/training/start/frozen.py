@@ -64,7 +64,7 @@ from llmtrain.model.loss import Head
 from llmtrain.model.tokenizer import new_entries, special_tokens, token_ids
 from llmtrain.rundir import contents
 from llmtrain.rundir.contents import AUTO
-from llmtrain.rundir.status import Auto, read_status
+from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.training.run.guards import check_replicas
 from llmtrain.training.run.run import Processes
 from llmtrain.types import Compiled, Ranks, Spec
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FROZEN = {attention.KEY: "attention_backend", compiling.KEY: "compile"}  # names in auto.json
 _LONG_RUN = 2000  # steps from which the minutes of compiling are repaid
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS gives equal bits; the first is faster
@@ -102,19 +101,19 @@ def decide_kernels(config: Config) -> Kernels:
 
     An older version of this program compiled nothing, so a run that it began does not either.
     """
-    auto = Auto(config.run_dir, f"any/{_device()}/any")
-    known = {compiling.KEY: "off"} if auto.has_run_here() else {}
-    known |= {key: auto.device[name] for key, name in _FROZEN.items() if name in auto.device}
+    auto = FrozenChoices(config.run_dir, f"any/{'cpu' if on_cpu() else 'cuda'}/any")
+    compiled = auto.compile or ("off" if auto.has_run_here() else None)
+    known = {attention.KEY: auto.attention_backend, compiling.KEY: compiled}
     asked = {
         attention.KEY: config.model.attention_backend,
         compiling.KEY: config.training.compile,
     }
-    chosen = {key: known.get(key) if value == "auto" else value for key, value in asked.items()}
+    chosen = {key: known[key] if value == "auto" else value for key, value in asked.items()}
     return Kernels(
         attention=chosen[attention.KEY] or "auto",
         compiled=cast("Compiled | None", chosen[compiling.KEY]),
         deterministic=config.training.deterministic,
-        began_with=tuple(key for key, value in asked.items() if value == "auto" and key in known),
+        began_with=tuple(key for key, value in asked.items() if value == "auto" and known[key]),
     )
 
 
@@ -165,26 +164,17 @@ def _deterministic(*, asked: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def keep_kernels(auto: Auto, kernels: Kernels) -> None:
-    """Put what has been decided into the values of `auto.json`."""
-    auto.device[_FROZEN[attention.KEY]] = kernels.attention
-    if kernels.compiled is not None:
-        auto.device[_FROZEN[compiling.KEY]] = kernels.compiled
-
-
 def decide_compile(config: Config, processes: Processes, *, document_mask: bool) -> Compiled:
     """Return what to compile, and freeze it. Collective.
 
     Raises UserError for a whole model with documents that are hidden from each other.
     """
-    frozen, ranks = processes.auto.device, processes.launched.ranks
-    name = _FROZEN[compiling.KEY]
-    if name not in frozen:
-        frozen[name] = _choose_compile(config.total_steps, processes.launched)
-    mode: Compiled = frozen[name]
-    cpu = processes.launched.device.type == "cpu"
+    launched = processes.launched
+    mode = processes.auto.compile or _choose_compile(config.total_steps, launched)
+    processes.auto.compile = mode
+    cpu = launched.device.type == "cpu"
     found = tuple(compiling.problems(mode, cpu=cpu, document_mask=document_mask))
-    agreed(ranks, lambda: raise_any(found))
+    agreed(launched.ranks, lambda: raise_any(found))
     return mode
 
 
@@ -202,12 +192,7 @@ def _choose_compile(steps: int, launched: Launched) -> Compiled:
     return "off" if launched.ranks.highest(int(bool(missing))) else "blocks"
 
 
-def _device() -> str:
-    return "cpu" if on_cpu() else "cuda"
-
-
 LOSS_KERNEL_KEY = "training.loss_kernel"
-LOSS_KERNEL = "loss_kernel"  # in `auto.json`
 
 
 # Relative differences from float64 within which a kernel's loss is right.
@@ -220,11 +205,10 @@ def asked_kernel(training: TrainingConfig, run_dir: Path | None) -> str:
 
     run_dir: None = no run has begun.
     """
-    frozen = {} if run_dir is None else Auto(run_dir, "").run
-    if training.loss_kernel != "auto":
+    if training.loss_kernel != "auto" or run_dir is None:
         return training.loss_kernel
-    name: str = frozen.get(LOSS_KERNEL, "logits" if "precision" in frozen else "auto")
-    return name
+    auto = FrozenChoices(run_dir, "")
+    return auto.loss_kernel or ("logits" if auto.precision else "auto")
 
 
 def choose_kernel(
@@ -267,12 +251,9 @@ def _why_not_torch(head: Head, precision: str, z_loss: float) -> str:
     return f"in {precision} torch's kernel is wrong by {wrong:.0e} of the loss"
 
 
-_TARGETS = "adapter_targets"  # in auto.json
-
-
-def resolve_adapter(config: Config, auto: Auto) -> AdapterConfig:
+def resolve_adapter(config: Config, auto: FrozenChoices) -> AdapterConfig:
     """Return the section `adapter`, with the layers that `auto` meant when the run began."""
-    known = auto.run.get(_TARGETS)
+    known = auto.adapter_targets
     if known is None or config.adapter.targets != "auto":
         return config.adapter
     return config.adapter.model_copy(update={"targets": tuple(known)})
@@ -282,13 +263,13 @@ def attach_adapters(
     config: Config, processes: Processes, model: PreTrainedModel, *, meta: bool
 ) -> None:
     """Attach the adapters that the config asks for to a model; nothing if it asks for none."""
-    auto = processes.auto.run
-    asked = resolve_adapter(config, processes.auto)
+    auto = processes.auto
+    asked = resolve_adapter(config, auto)
     tokens = trained_tokens(config, processes.base, config.run_dir / contents.TOKENIZER)
-    dtype = torch.bfloat16 if auto["precision"] == "bf16" else torch.float32
+    dtype = torch.bfloat16 if processes.precision == "bf16" else torch.float32
     trainable.attach(model, asked, tokens, meta=meta, dtype=dtype)
     if asked.kind != "none":
-        auto[_TARGETS] = trainable.short_names(model)
+        auto.adapter_targets = trainable.short_names(model)
 
 
 def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) -> tuple[int, ...]:
@@ -361,7 +342,6 @@ def _check_filled(launched: Launched, spec: Spec) -> None:
         raise RuntimeError(f"{len(empty)} adapters have no values here, {empty[0]} among them")
 
 
-_KEPT = "base"  # its name in `auto.json`
 _DIGITS = 32
 
 
@@ -377,20 +357,20 @@ def decide_base(model: ModelConfig, run_dir: Path, ranks: Ranks) -> Base | None:
 
 def known_base(model: ModelConfig, run_dir: Path) -> Base:
     """Return the base that an earlier start of a run has kept, else what `model.from` names now."""
-    asked = Auto(run_dir, "").run.get(_KEPT, {}).get("asked")
-    kept = kept_base(run_dir)
-    return kept if kept is not None and asked == _asked_for(model) else find_base(model)
+    kept = FrozenChoices(run_dir, "").base
+    same = kept is not None and kept.get("asked") == _asked_for(model)
+    return (kept_base(run_dir) if same else None) or find_base(model)
 
 
 def kept_base(run_dir: Path) -> Base | None:
     """Return what a run began with; None if it began without weights."""
-    kept = Auto(run_dir, "").run.get(_KEPT)
+    kept = FrozenChoices(run_dir, "").base
     return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
 
 
-def keep_base(auto: Auto, model: ModelConfig, base: Base) -> None:
-    """Put the base into the values of `auto.json`, with the keys that named it."""
-    auto.run[_KEPT] = {"asked": _asked_for(model), **asdict(base)}
+def keep_base(auto: FrozenChoices, model: ModelConfig, base: Base) -> None:
+    """Freeze the base, with the keys that named it."""
+    auto.base = {"asked": _asked_for(model), **asdict(base)}
 
 
 def _asked_for(model: ModelConfig) -> list[str | None]:

@@ -41,7 +41,6 @@ from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, ready, report_changes
 from llmtrain.training.start.claim import Place, claim
 from llmtrain.training.start.data import open_data, with_steps
-from llmtrain.training.start.frozen import LOSS_KERNEL as KERNEL
 from llmtrain.training.start.planning import work
 from llmtrain.training.start.processes import start_processes
 from llmtrain.training.start.weights import build_model
@@ -214,7 +213,7 @@ def _seconds_at_peak(config: Config, processes: Processes) -> Callable[[int, int
     planned = processes.planned
     asked = work(config, processes.auto.run["precision"], cpu=planned.hardware.cpu)
     tokens = asked.seq_len * asked.global_batch_size
-    chunked = processes.auto.run[KERNEL] == "chunked"
+    chunked = processes.auto.loss_kernel == "chunked"
 
     def seconds(trained: int, real: int) -> float | None:
         shares = (trained / tokens if chunked else real / tokens, real / tokens)

@@ -48,7 +48,7 @@ from llmtrain.model.cross_entropy import chunk_of
 from llmtrain.model.shape import census
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
-from llmtrain.rundir.status import Auto, read_status
+from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.run import Planned
@@ -109,7 +109,7 @@ def _adapter(
     if run_dir is None or not _has_begun(run_dir):
         return config.adapter, trained_tokens(config, base, None)
     tokens = trained_tokens(config, base, run_dir / contents.TOKENIZER)
-    return resolve_adapter(config, Auto(run_dir, "")), tokens
+    return resolve_adapter(config, FrozenChoices(run_dir, "")), tokens
 
 
 def _check_depth(model_config: Any, hardware: Hardware) -> None:
@@ -265,7 +265,7 @@ def _prefer_frozen(planned: Planned, count: Count, asked: Work, run_dir: Path) -
     """
     hardware, device = planned.hardware, "cpu" if planned.hardware.cpu else "cuda"
     kind = launch_kind(planned.layout.strategy, device, hardware.devices)
-    known = Auto(run_dir, kind).launch
+    known = FrozenChoices(run_dir, kind).launch
     frozen = {key: known[key] for key in FROZEN if key in known and getattr(asked, key) is None}
     layout = replace(planned.layout, **frozen)
     if layout == planned.layout:

@@ -27,7 +27,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
 from llmtrain.model.build import unknown_fields
 from llmtrain.rundir.contents import check_shared
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import decide_threads
 from llmtrain.training.run.run import Planned, Processes
 from llmtrain.training.start.claim import Place, check_start
@@ -37,7 +37,6 @@ from llmtrain.training.start.frozen import (
     decide_base,
     decide_kernels,
     keep_base,
-    keep_kernels,
     using,
 )
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
@@ -82,26 +81,37 @@ def start_processes(
     check_shared(config.run_dir, ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id)
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
-    auto = Auto(config.run_dir, kind)
+    auto = FrozenChoices(config.run_dir, kind)
     again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)
     for key in FROZEN if planned.decided_again else ():
         auto.launch.pop(key, None)
-    auto.run["precision"] = precision
-    keep_kernels(auto, kernels)
+    auto.precision, auto.attention_backend = precision, kernels.attention
+    if kernels.compiled is not None:
+        auto.compile = kernels.compiled
     if base:
         keep_base(auto, config.model, base)
     layout = asdict(planned.layout)
     for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
         auto.launch.setdefault(key, layout[key])
-    begun: int | None = auto.launch.get("threads")
+    begun = auto.threads
     threads = decide_threads(config.training.threads, begun, os.environ)
     torch.set_num_threads(threads.count)
-    auto.launch["threads"] = threads.count
+    auto.threads = threads.count
     if default := launching.default_config():
         _log.info("accelerate's own %s holds where no --config_file is given", default)
-    said = f"{precision} ({why})"
     return Processes(
-        bound, launched, planned, base, run_id, auto, versions, again, said, threads, begun
+        bound,
+        launched,
+        planned,
+        base,
+        run_id,
+        auto,
+        versions,
+        again,
+        precision,
+        why,
+        threads,
+        begun,
     )
 
 
@@ -114,7 +124,7 @@ def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:
 
     def here() -> tuple[str, str]:
         # All ranks read it before the group exists; rank 0 writes it only afterwards.
-        frozen = Auto(config.run_dir, "").run.get("precision")
+        frozen = FrozenChoices(config.run_dir, "").precision
         if frozen and config.training.precision == "auto":
             return frozen, "as this run began"
         return launching.resolve_precision(config.training.precision)

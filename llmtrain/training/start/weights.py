@@ -37,7 +37,6 @@ from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run.run import ModelSide, Processes
-from llmtrain.training.start.frozen import LOSS_KERNEL as KERNEL
 from llmtrain.training.start.frozen import (
     adapter_files,
     asked_kernel,
@@ -189,9 +188,9 @@ def _build(config: Config, processes: Processes, found: Found | None) -> Built:
 
 def _choose(config: Config, processes: Processes, asked: str, head: Head | str) -> Head | None:
     """Freeze the kernel of the loss, and return the head that it is for. Collective."""
-    frozen, ranks = processes.auto.run, processes.launched.ranks
-    kind = (frozen["precision"], config.training.z_loss)
-    frozen[KERNEL], chosen = agreed(ranks, lambda: choose_kernel(asked, head, *kind))
+    kind = (processes.precision, config.training.z_loss)
+    kernel, chosen = agreed(processes.launched.ranks, lambda: choose_kernel(asked, head, *kind))
+    processes.auto.loss_kernel = kernel
     return chosen
 
 
@@ -202,7 +201,7 @@ def _prepare(
 
     Its weights are loaded. Afterwards `model.whole` is on the meta device too.
     """
-    launched, kernel = processes.launched, processes.auto.run[KERNEL]
+    launched, kernel = processes.launched, processes.auto.loss_kernel or "logits"
     module: nn.Module = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
     if model.apart:
         assert launched.sharding is not None
@@ -236,12 +235,12 @@ def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial
     planned, launched = processes.planned.layout.micro_batch_size, processes.launched
     if config.micro_batch_size != "auto":
         return planned
-    frozen = processes.auto.launch
+    auto = processes.auto
     if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
-        frozen["micro_batch_size"] = planned
-    if "micro_batch_size" not in frozen:
-        rows = config.global_batch_size // launched.ranks.world_size
-        fitting = [n for n in range(planned, 0, -1) if rows % n == 0]
-        frozen["micro_batch_size"] = fitting_micro_batch(trial, fitting)
-    size: int = frozen["micro_batch_size"]
+        auto.micro_batch_size = planned
+    if (frozen := auto.micro_batch_size) is not None:
+        return frozen
+    rows = config.global_batch_size // launched.ranks.world_size
+    size = fitting_micro_batch(trial, [n for n in range(planned, 0, -1) if rows % n == 0])
+    auto.micro_batch_size = size
     return size

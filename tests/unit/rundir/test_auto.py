@@ -4,15 +4,15 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 
 
 def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path: Path) -> None:
-    one = Auto(tmp_path, "ddp/cpu/2")
+    one = FrozenChoices(tmp_path, "ddp/cpu/2")
     one.run["precision"] = "fp32"
     one.launch["micro_batch_size"] = 4
     one.save()
-    same, other = Auto(tmp_path, "ddp/cpu/2"), Auto(tmp_path, "ddp/cpu/3")
+    same, other = FrozenChoices(tmp_path, "ddp/cpu/2"), FrozenChoices(tmp_path, "ddp/cpu/3")
     assert same.run == other.run == {"precision": "fp32"}
     assert same.launch == {"micro_batch_size": 4}
     assert other.launch == {}
@@ -22,12 +22,12 @@ def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_p
 
 
 def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path: Path) -> None:
-    one = Auto(tmp_path, "ddp/cuda/2")
+    one = FrozenChoices(tmp_path, "ddp/cuda/2")
     assert not one.has_run_here()
     one.device["compile"] = "blocks"
     one.launch["threads"] = 4
     one.save()
-    same, other = Auto(tmp_path, "fsdp2/cuda/16"), Auto(tmp_path, "ddp/cpu/2")
+    same, other = FrozenChoices(tmp_path, "fsdp2/cuda/16"), FrozenChoices(tmp_path, "ddp/cpu/2")
     assert (same.device, same.has_run_here()) == ({"compile": "blocks"}, True)
     assert (other.device, other.has_run_here()) == ({}, False)
 
@@ -47,4 +47,4 @@ def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path: P
 def test_a_damaged_auto_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "auto.json").write_text(text)
     with pytest.raises(UserError, match=r"auto\.json"):
-        Auto(tmp_path, "ddp/cpu/1")
+        FrozenChoices(tmp_path, "ddp/cpu/1")

@@ -23,7 +23,7 @@ from llmtrain.errors import RunError, UserError
 from llmtrain.model import trainable
 from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import add_template, token_ids
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 from llmtrain.training.start.frozen import (
     adapter_files,
     check_base,
@@ -40,7 +40,7 @@ def config(folder: Path, *overrides: str) -> Config:
 
 
 def test_layers_that_auto_meant_when_a_run_began_are_meant_at_a_resume(tmp_path: Path) -> None:
-    auto = Auto(tmp_path, "")
+    auto = FrozenChoices(tmp_path, "")
     assert resolve_adapter(config(tmp_path), auto).targets == "auto"
     auto.run["adapter_targets"] = ["q_proj", "v_proj"]
     assert resolve_adapter(config(tmp_path), auto).targets == ("q_proj", "v_proj")

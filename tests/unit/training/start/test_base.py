@@ -23,7 +23,7 @@ from llmtrain.errors import RunError, UserError
 from llmtrain.model import build as building
 from llmtrain.model.base import Base
 from llmtrain.model.tokenizer import save_tokenizer, special_tokens
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 from llmtrain.training.start import frozen as bases
 from llmtrain.training.start.frozen import check_unchanged, decide_base, find_base, known_base
 
@@ -123,7 +123,7 @@ def test_the_first_start_decides_and_later_ones_repeat_it(directory: Path, tmp_p
     model = asked(directory)
     found = decide_base(model, run, on_ranks(1, lambda ranks: ranks)[0])
     assert found is not None
-    auto = Auto(run, "")
+    auto = FrozenChoices(run, "")
     bases.keep_base(auto, model, found)
     auto.save()
     assert json.loads((run / "auto.json").read_text())["run"]["base"]["path"] == str(directory)

@@ -14,14 +14,13 @@ from helpers.config import loaded
 from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.model import compile as compiling
-from llmtrain.rundir.status import Auto
+from llmtrain.rundir.status import FrozenChoices
 from llmtrain.training.start import frozen as by_device
 from llmtrain.training.start.frozen import (
     Kernels,
     check_kernels,
     decide_compile,
     decide_kernels,
-    keep_kernels,
     using,
 )
 
@@ -37,15 +36,15 @@ def config_in(folder: Path, *overrides: str) -> Any:
     return loaded(folder, f"run.dir={folder}", *overrides)
 
 
-def frozen(folder: Path, launch: str, **values: str) -> Auto:
-    auto = Auto(folder, launch)
+def frozen(folder: Path, launch: str, **values: str) -> FrozenChoices:
+    auto = FrozenChoices(folder, launch)
     auto.device.update(values)
     auto.launch["threads"] = 1
     auto.save()
     return auto
 
 
-def processes(auto: Auto, strategy: str, device: str) -> Any:
+def processes(auto: FrozenChoices, strategy: str, device: str) -> Any:
     launched = SimpleNamespace(strategy=strategy, device=torch.device(device), ranks=Alone())
     return SimpleNamespace(auto=auto, launched=launched)
 
@@ -117,7 +116,7 @@ def test_long_runs_on_cuda_are_compiled(
     expected: str,
 ) -> None:
     monkeypatch.setattr(compiling, "missing_compiler", lambda cpu: missing)
-    auto = Auto(tmp_path, f"{strategy}/{device}/1")
+    auto = FrozenChoices(tmp_path, f"{strategy}/{device}/1")
     config = config_in(tmp_path, f"training.steps={steps}")
     given = processes(auto, strategy, device)
     assert decide_compile(config, given, document_mask=False) == expected
@@ -125,8 +124,8 @@ def test_long_runs_on_cuda_are_compiled(
 
 
 def test_a_whole_model_is_not_compiled_with_hidden_documents(tmp_path: Path) -> None:
-    auto = Auto(tmp_path, "ddp/cpu/1")
-    keep_kernels(auto, Kernels("auto", "model", deterministic=False))
+    auto = FrozenChoices(tmp_path, "ddp/cpu/1")
+    auto.compile = "model"
     given = processes(auto, "ddp", "cpu")
     assert decide_compile(config_in(tmp_path), given, document_mask=False) == "model"
     with pytest.raises(UserError, match=r"training.compile = model"):

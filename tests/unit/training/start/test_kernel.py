@@ -5,14 +5,14 @@ import pytest
 from llmtrain.config.schema import TrainingConfig
 from llmtrain.errors import UserError
 from llmtrain.model.loss import Head
-from llmtrain.rundir.status import Auto
-from llmtrain.training.start.frozen import LOSS_KERNEL, asked_kernel, choose_kernel
+from llmtrain.rundir.status import FrozenChoices
+from llmtrain.training.start.frozen import asked_kernel, choose_kernel
 
 CAPPED, WHY = Head(softcap=30.0), "it has no head"
 
 
 def frozen(run_dir: Path, **values: str) -> Path:
-    auto = Auto(run_dir, "")
+    auto = FrozenChoices(run_dir, "")
     auto.run |= values
     auto.save()
     return run_dir
@@ -30,7 +30,6 @@ def test_a_new_run_chooses_and_a_begun_one_keeps_its_kernel(tmp_path: Path) -> N
 def test_a_run_begun_before_there_was_a_choice_keeps_its_logits(tmp_path: Path) -> None:
     frozen(tmp_path, precision="fp32")
     assert asked_kernel(TrainingConfig(steps=1), tmp_path) == "logits"
-    assert LOSS_KERNEL == "loss_kernel"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
