@@ -38,7 +38,7 @@ GOALS = {
 
 def compare(bench: Bench, script: str, train: Path, tokenizer: Path) -> None:
     """Run every contender, a process each, in turns. script: whose child calls `contender`."""
-    from llmtrain.distributed.engines.products import cpu_rates
+    from llmtrain.distributed.engines.accelerator import cpu_rates
 
     sizes = bench.sizes
     data = bench.folder / "sft.jsonl"

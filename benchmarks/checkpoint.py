@@ -366,7 +366,6 @@ def sent(spec: Spec, root: Path) -> int:
 
     import torch.distributed as dist
 
-    from llmtrain.checkpoint import collect
     from llmtrain.distributed.ranks import Group
     from llmtrain.metrics.memory import reset_peak
 
@@ -377,7 +376,7 @@ def sent(spec: Spec, root: Path) -> int:
     group.vote(None)
     held = reset_peak(torch.device("cpu"))
     begun = begin(root, 1, spec, group)
-    commit(begun, collect.pieces(begun, own, group), None, group)
+    commit(begun, write.collect_pieces(begun, own, group), None, group)
     return held
 
 

@@ -119,7 +119,7 @@ def texts_of(
 ) -> tuple[list[list[str]], list[Any]]:
     """The texts of the sequences of each chunk, and the encoded rows of all."""
     from llmtrain.data.chat import chat
-    from llmtrain.data.chat.control import unmark
+    from llmtrain.data.chat.encode import unmark
 
     texts, found, original = list[list[str]](), list[Any](), chat.to_sequences
 

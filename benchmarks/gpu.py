@@ -244,8 +244,7 @@ def bare(asked: dict[str, Any]) -> dict[str, Any]:
 
     from llmtrain.model import attention
     from llmtrain.model.compile import compile_blocks
-    from llmtrain.model.head import Head, examine
-    from llmtrain.model.loss import LossModule
+    from llmtrain.model.loss import Head, LossModule, examine
 
     cuda, seq_len = asked["device"] == "cuda", SHAPES[asked["shape"]].seq_len
     batches, model = blocks(config_for(asked), asked["steps"]), fresh_model(asked)

@@ -35,10 +35,10 @@ def divide(data: Path, folder: Path) -> dict[str, str]:
     import pyarrow.parquet as pq
     from convergence import recipe
 
-    from llmtrain.tools.use.documents import texts
+    from llmtrain.tools.use.evaluate import documents_of
 
     path = recipe(folder / "divide", data, 1, documents=10**12)  # the most that a config may have
-    held = list(texts(str(path.rename(path.with_suffix(".yaml")))))  # that of a config
+    held = list(documents_of(str(path.rename(path.with_suffix(".yaml")))))  # that of a config
     out = set(held)
     kept = {
         f"train/{file.name}": [t for t in pq.read_table(file)["text"].to_pylist() if t not in out]

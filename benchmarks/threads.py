@@ -22,7 +22,7 @@ from typing import Any
 from harness import Bench, apart, around, config_of, llama, main, unsaved
 
 import llmtrain
-from llmtrain.processes import cores
+from llmtrain.system import cores
 
 WARM = 4  # steps that are not counted
 ALONE, BESIDE = "alone", "beside a busy neighbour"
