@@ -88,7 +88,7 @@ def base_of(folder: Path, tokenizer: Path) -> Path:
     return directory
 
 
-def contender(asked: dict[str, Any]) -> dict[str, Any]:
+def contender(**asked: Any) -> dict[str, Any]:
     """Train one, in a process of its own.
 
     asked: kind (llmtrain, packed or padded), lora, base, data, folder, precision, first and after

@@ -83,7 +83,7 @@ def commit(begun: write.Begun, extents: Any, error: Any = None, who: Any = None)
 
 def saved(root: Path, step: int, spec: Spec, values: Values) -> Path:
     begun = begin(root, step, spec, files=5)
-    return root / commit(begun, write.pieces(begun, pieces_of(values)))
+    return root / commit(begun, write.write_pieces(begun, pieces_of(values)))
 
 
 def others(root: Path, values: Values) -> dict[str, Callable[[], object]]:
@@ -317,7 +317,7 @@ def memory(bench: Bench) -> None:
     ):
         for parameters in bench.sizes.memory:
             place = str(bench.folder / f"memory-{parameters}")
-            asked = {"what": what, "parameters": parameters, "folder": place}
+            asked = {"what": "memory", "kind": what, "parameters": parameters, "folder": place}
             count = RANKS if what == "rank0" else 1
             row = ranks(__file__, asked, count)[0] if count > 1 else apart(__file__, asked)
             # Rank 0 of a sharded run holds one tensor of the others besides.
@@ -326,7 +326,7 @@ def memory(bench: Bench) -> None:
             bench.say(name_, row["above_bytes"] / MIB, "MiB", limit)
 
 
-def above(what: str, parameters: int, folder: str) -> dict[str, int]:
+def above(kind: str, parameters: int, folder: str) -> dict[str, int]:
     """The peak of resident memory above what was resident with the state alone.
 
     Of a load above what is resident once it is loaded.
@@ -343,13 +343,13 @@ def above(what: str, parameters: int, folder: str) -> dict[str, int]:
         return values
 
     spec = spec_of(1, 64)  # what libraries take at their first use is no part of it
-    warm = Path(folder) / f"warm-{what}-{os.environ.get('RANK')}"
+    warm = Path(folder) / f"warm-{kind}-{os.environ.get('RANK')}"
     saved(warm, 1, spec, values_of(spec))
     load(warm, spec)
     spec = spec_of(parameters, WIDTH)
-    if what == "rank0":
+    if kind == "rank0":
         held = sent(spec, Path(folder) / "sent")
-    elif what == "save":
+    elif kind == "save":
         values = values_of(spec)
         held = reset_peak(cpu)
         saved(root, 1, spec, values)
@@ -380,10 +380,6 @@ def sent(spec: Spec, root: Path) -> int:
     return held
 
 
-def child(what: str, **asked: Any) -> dict[str, Any]:
-    return resume(**asked) if what == "resume" else above(what, **asked)
-
-
 SIZES = {
     "rounds": (5, 1),
     "parameters": (42_000_000, 4_200_000),  # written and verified
@@ -395,4 +391,5 @@ SIZES = {
 if __name__ == "__main__":
     parts = {"writing": writing, "verifying": verifying, "small": small, "beside": beside}
     parts |= {"memory": memory}
-    main(__doc__, parts, SIZES, paths={"dir": False}, child=child, pinned=False)
+    children = {"resume": resume, "memory": above}
+    main(__doc__, parts, SIZES, paths={"dir": False}, child=children, pinned=False)

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import harness
+from _trl import compare, contender
 from harness import ROOT, SAMPLE, Bench, Contender, apart, config_of, llama, prepared, turns
 
 # Nothing heavy here: the parts import what they measure.
@@ -351,13 +352,13 @@ def load_as_rank(config: str) -> None:
         seen["before"] = memory.reset_peak(cpu)
         return build(*given)
 
-    def loaded(model: Any, launched: Any, optimizer: Any) -> Any:
-        prepare(model, launched, optimizer)
+    def loaded(model: Any, processes: Any, *more: Any) -> Any:
+        prepare(model, processes, *more)
         seen["peak"], seen["after"] = memory.peak_bytes(cpu), memory.resident_bytes()
         seen["shard"] = sum(local(one).nbytes for one in model.bare.parameters())
         seen["model"] = sum(one.nbytes for one in model.bare.parameters())
         print(f"\n{json.dumps(seen)}", flush=True)
-        launched.ranks.vote(None)
+        processes.launched.ranks.vote(None)
         os._exit(0)
 
     weights._build, weights._prepare = built, loaded
@@ -430,8 +431,6 @@ def peft_model(base: Path) -> tuple[Any, Any, list[Any]]:
 
 
 def trl(bench: Bench) -> None:
-    from _trl import compare
-
     if (places := shared(bench, TRAIN, GPT2)) is None:
         return
     if bench.asked.trl is None:
@@ -440,17 +439,9 @@ def trl(bench: Bench) -> None:
         compare(bench, __file__, *places)
 
 
-def child(what: str, **asked: Any) -> Any:
-    """Do what a part needs a process of its own for."""
-    if what == "trl":
-        from _trl import contender
-
-        return contender(asked)
-    return {"open": open_once, "memory": memory_of, "rank": load_as_rank}[what](**asked)
-
-
 if __name__ == "__main__":
     parts = {"speed": speed, "opening": opening, "checkpoint": checkpoint, "export": export}
     parts |= {"shards": shards, "step": step, "trl": trl}
+    children = {"open": open_once, "memory": memory_of, "rank": load_as_rank, "trl": contender}
     paths = {"shared": False, "trl": False}  # a folder of data; an interpreter that has TRL
-    harness.main(__doc__, parts, SIZES, paths=paths, child=child)
+    harness.main(__doc__, parts, SIZES, paths=paths, child=children)

@@ -86,20 +86,20 @@ def row(bench: Bench, name: str, shape: str, **asked: Any) -> dict[str, Any] | N
 
 
 def train(bench: Bench) -> None:
-    device, peak = device_of(bench)
+    peak = peak_of(bench)
     for shape in bench.sizes.shapes:
         rates: dict[str, float] = {}
         for variant, asked in VARIANTS.items():
             if found := row(bench, f"{shape}: {variant}", shape, **asked):
                 rates[variant] = rate = found["tokens_per_second"]
-                more = {"device": device, **found}
+                more = dict(found)
                 for key, causal in (("mfu", False), ("mfu_causal", True)):
                     more[key] = rate * SHAPES[shape].flops(causal=causal) / peak if peak else None
                 bench.say(f"{shape}: {variant}", rate, "tokens/s", **more)
-        compare(bench, shape, rates, device)
+        compare(bench, shape, rates)
 
 
-def compare(bench: Bench, shape: str, rates: Mapping[str, float], device: str) -> None:
+def compare(bench: Bench, shape: str, rates: Mapping[str, float]) -> None:
     """Add the rows of goals; on a CPU the figures are a rehearsal, and none is judged."""
     ours = {mode: rates.get(f"llmtrain, {mode}") for mode in ("eager", "blocks compiled")}
     best = max((rate for rate in ours.values() if rate), default=None)
@@ -113,55 +113,62 @@ def compare(bench: Bench, shape: str, rates: Mapping[str, float], device: str) -
         ratio = best / rates[name] if best and name in rates else None
         rows.append((f"tokens/s of llmtrain over {name}", ratio, goal))
     for name, figure, goal in rows:
-        more = {"device": device} | ({"note": "not all of it was measured"} if not figure else {})
-        bench.say(f"{shape}: {name}", figure, "", "" if device == "cpu" else goal, **more)
+        note = {} if figure else {"note": "not all of it was measured"}
+        bench.say(f"{shape}: {name}", figure, "", judged(bench, goal), **note)
 
 
 def sync(bench: Bench) -> None:
-    device, _ = device_of(bench)
+    peak_of(bench)
     for masked, what in ((False, "whole blocks"), (True, "document_mask")):
         name, shape = f"waits for the device in 20 steps: {what}", bench.sizes.shapes[0]
         asked = {"kind": "llmtrain", "checked": True, "document_mask": masked}
-        if row(bench, name, shape, **asked) and device != "cpu":
-            bench.say(name, 0, "waits", "≤ 0", device=device)
-        elif device == "cpu":
-            bench.say(name, None, note="only CUDA can make a wait an error", device=device)
+        if row(bench, name, shape, **asked) and judged(bench, "≤ 0"):
+            bench.say(name, 0, "waits", "≤ 0")
+        elif not judged(bench, "≤ 0"):
+            bench.say(name, None, note="only CUDA can make a wait an error")
 
 
 def save(bench: Bench) -> None:
-    device, _ = device_of(bench)
-    shape, goals = bench.sizes.shapes[-1], ("", "") if device == "cpu" else ("≤ 1", "≥ 10")
+    peak_of(bench)
+    shape = bench.sizes.shapes[-1]
     if found := row(bench, f"{shape}: save", shape, kind="llmtrain", saved=True):
         for which, blocked in enumerate(found["blocked_seconds"], 1):
-            more = {"device": device, "bytes": found["bytes"]}
-            bench.say(f"{shape}: save {which}: blocked", blocked, "s", goals[0], **more)
-            ratio = found["torch_save_seconds"] / blocked
-            bench.say(f"{shape}: torch.save over save {which}", ratio, "×", goals[1], **more)
+            size, ratio = found["bytes"], found["torch_save_seconds"] / blocked
+            goal = judged(bench, "≤ 1")
+            bench.say(f"{shape}: save {which}: blocked", blocked, "s", goal, bytes=size)
+            goal = judged(bench, "≥ 10")
+            bench.say(f"{shape}: torch.save over save {which}", ratio, "×", goal)
 
 
 def memory(bench: Bench) -> None:
-    device, _ = device_of(bench)
+    peak_of(bench)
     for shape, strategy in product(bench.sizes.shapes, ("ddp", "fsdp2", "fsdp2_offload")):
         name = f"{shape}, {strategy}: measured peak over the plan's"
         if found := row(bench, name, shape, kind="llmtrain", strategy=strategy):
             ratio = found["measured_gb"] / found["planned_gb"]
-            bench.say(name, ratio, "×", device=device, **found)
+            bench.say(name, ratio, "×", **found)
 
 
-def device_of(bench: Bench) -> tuple[str, float | None]:
-    """The name of the device and its peak; end with 2 where it is not there."""
+def judged(bench: Bench, goal: str) -> str:
+    """The goal, which a rehearsal on a CPU does not have."""
+    return "" if bench.about["device"] == "cpu" else goal
+
+
+def peak_of(bench: Bench) -> float | None:
+    """Name the device in all rows and return its peak; end with 2 where it is not there."""
     import torch
 
+    from llmtrain.distributed.plan.speed import machine_of
+
+    bench.about["device"] = bench.sizes.device
     if bench.sizes.device == "cpu":
-        return "cpu", None
+        return None
     if not torch.cuda.is_available():
         print("not measured: no GPU (--quick rehearses it on a CPU)", file=sys.stderr)
         sys.exit(2)
-    from llmtrain.distributed.plan.speed import machine_of
-
-    name = torch.cuda.get_device_name()
-    machine = machine_of(name)
-    return name, machine.peak if machine else None
+    bench.about["device"] = torch.cuda.get_device_name()
+    machine = machine_of(bench.about["device"])
+    return machine.peak if machine else None
 
 
 # One row, in a process of its own

@@ -58,18 +58,20 @@ def main(
     sizes: Mapping[str, tuple[Size, Size]],
     *,
     paths: Mapping[str, bool] | None = None,
-    child: Callable[..., Any] | None = None,
+    child: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     pinned: bool = True,
 ) -> None:
     """Measure all parts or those of `--only`, print their rows, and write them with `--json`.
 
     sizes: how much is measured, usually and with `--quick`; each is an option of its name
     paths: options that name a file or directory, and whether each has to be given
-    child: what `measure` calls in a process of its own: it returns a row, or yields several
+    child: what `measure` calls in a process of its own, by the argument `what` if there are
+        several: it returns a row, or yields several
     pinned: to one core, with one thread in every library
     """
     if child and len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        found = child(**json.loads(sys.argv[1]))
+        given = json.loads(sys.argv[1])
+        found = (child[given.pop("what")] if isinstance(child, Mapping) else child)(**given)
         for row in [found] if isinstance(found, dict) else found or ():
             print(json.dumps(row), flush=True)
         return
@@ -90,9 +92,9 @@ def main(
     parser.add_argument("--json", type=Path, help="results; rows of parts left out stay in it")
     asked = parser.parse_args()
     chosen = {name: two[asked.quick] for name, two in sizes.items()}
-    given = {name: getattr(asked, name) for name in sizes if getattr(asked, name) is not None}
+    named_sizes = {name: getattr(asked, name) for name in sizes if getattr(asked, name) is not None}
     name = Path(sys.argv[0]).stem
-    bench = Bench(name, asked, SimpleNamespace(**chosen | given), named, parser.error)
+    bench = Bench(name, asked, SimpleNamespace(**chosen | named_sizes), named, parser.error)
     for part in getattr(asked, "only", named):
         with tempfile.TemporaryDirectory(dir=getattr(asked, "dir", None)) as folder:
             bench.begin(part, Path(folder))
@@ -127,7 +129,7 @@ class Bench:
 
     asked: the arguments; sizes: how much is measured; parts: their order in the file
     folder: a place for the files of a part, deleted at its end
-    refuse: ends the program with 2 and a message
+    refuse: ends the program with 2 and a message; about: what every row has
     """
 
     def __init__(
@@ -135,9 +137,9 @@ class Bench:
     ) -> None:
         self.asked, self.sizes, self.refuse = asked, sizes, refuse
         self.rows = read_rows(asked.json) if asked.json else []
-        self._about, self.part = {"bench": name, **about()}, ""
+        self.about, self.part = {"bench": name, **about()}, ""
         self._places = {part: place for place, part in enumerate(parts)}
-        print(", ".join(f"{key} {value}" for key, value in self._about.items()), flush=True)
+        print(", ".join(f"{key} {value}" for key, value in self.about.items()), flush=True)
 
     def begin(self, part: str, folder: Path) -> None:
         """Begin a part: its earlier rows go with its first new one."""
@@ -148,7 +150,7 @@ class Bench:
         self, name: str, figure: float | None, unit: str = "", goal: str = "", **more: Any
     ) -> None:
         """Add a row. goal: "≥ 1.2" or "≤ 1"; none: a figure to compare with."""
-        row = self._about | ({"part": self.part} if self.part else {})
+        row = self.about | ({"part": self.part} if self.part else {})
         row |= {"name": name, "figure": figure, "unit": unit, "goal": goal}
         row |= {"met": is_met(figure, goal), "load": round(os.getloadavg()[0], 1), **more}
         print(line(row), flush=True)

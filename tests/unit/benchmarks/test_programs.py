@@ -22,7 +22,7 @@ SMALLEST: dict[str, list[str]] = {
     "convergence": ["--data", "{data}"],
     "data": [*TEXTS, "--only", "order"],
     "defaults": TEXTS,
-    "finetune": ["--only", "step", "shards"],
+    "finetune": ["--only", "step", "shards", "checkpoint"],
     "gpu": ["--only", "sync"],
     "head": [],
     "loop": ["--only", "steps"],
