@@ -377,6 +377,7 @@ def sent(spec: Spec, root: Path) -> int:
     held = reset_peak(torch.device("cpu"))
     begun = begin(root, 1, spec, group)
     commit(begun, write.collect_pieces(begun, own, group), None, group)
+    dist.destroy_process_group()
     return held
 
 
