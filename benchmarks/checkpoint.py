@@ -1,171 +1,396 @@
-"""Saving, verifying and loading checkpoints, side by side with what one would use instead.
+"""What do saving, verifying and loading cost beside what one would use instead?
 
-    python benchmarks/checkpoint.py [--dir DIR] [--quick] [--only PART …]
-                                    [--json FILE] [--markdown FILE]
-
-DIR: on the disk to be measured (default: the system's place for temporary files). Each line: a
-figure, its goal, and whether it is met. Rows of FILE that belong to other parts stay as they are.
-
-    writing     a save beside a plain sequential write, torch.save, save_file, DCP, all with fsync;
-                digests' share of it
-    verifying   all digests beside a sequential read, from the page cache and from the disk
-    small       what a save and a resume of a run of 1 M parameters cost
-    beside      a save beside other work, of a model whose save in line takes seconds
-    memory      peaks above a process's own state, of save and load, at three sizes
-    gpu         not measured without one
+A save is all of it: files with their room, digests, fsync, manifest, rename; a plain write is the
+same bytes and fsync. Memory is the peak above a process's own state. A ratio is the median of the
+rounds' ratios; above 100 % it tells of others that fsync.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
+import contextlib
 import os
-import platform
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from _checkpoint_disk import beside, verifying, writing
-from _checkpoint_memory import measured
-from _checkpoint_page import page
-from _checkpoint_runs import small
+from harness import Bench, apart, around, config_of, in_turns, llama, main, ranks
+from xxhash import xxh3_128
 
-PARTS = ("writing", "verifying", "small", "beside", "memory", "gpu")
-PACKAGES = "torch", "safetensors", "xxhash"
+from llmtrain.agreement import Alone
+from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import read, write
+from llmtrain.checkpoint.background import Writer
+from llmtrain.types import Piece, Spec, TensorSpec
+
+RUN = "0123456789abcdef"
 MIB = 1 << 20
+BLOCK = 4 * MIB
+WIDTH, RANKS = 1024, 2  # of the tensors whose memory is measured; processes that share them
+Values = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """In parameters: written and verified · large: saved beside other work, `saves` times ·
-    memory: of three processes."""
-
-    rounds: int = 5
-    parameters: int = 42_000_000
-    large: int = 160_000_000
-    saves: int = 5
-    memory: tuple[int, ...] = (4 * MIB, 16 * MIB, 48 * MIB)
-
-
-QUICK = Sizes(1, 4_200_000, 8_400_000, 1, (2 * MIB, 4 * MIB, 6 * MIB))
+def spec_of(parameters: int, width: int = 2048) -> Spec:
+    """Return a model of square matrices, and AdamW's moments: 12 bytes a parameter."""
+    count = max(parameters // width**2, 1)
+    names = [f"layers.{i}.weight" for i in range(count)]
+    moments = [f"{name}.{moment}" for name in names for moment in ("exp_avg", "exp_avg_sq")]
+    one = TensorSpec("F32", (width, width))
+    return {
+        "model.safetensors": dict.fromkeys(names, one),
+        "optimizer-00001-of-00001.safetensors": dict.fromkeys(moments, one),
+    }
 
 
-class Bench:
-    """The table."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.table: list[dict[str, Any]] = []
-        self.part = ""
-
-    def say(self, name: str, figure: float | None, unit: str, goal: str = "", **more: Any) -> None:
-        """A line. goal: "≥ 80" or "≤ 1"; none: a figure to compare with. figure None: not known."""
-        met = None
-        if goal and figure is not None:
-            sign, limit = goal.split()
-            met = figure >= float(limit) if sign == "≥" else figure <= float(limit)
-        row = {
-            "bench": "checkpoint",
-            "part": self.part,
-            "name": name,
-            "figure": figure,
-            "unit": unit,
-            "goal": goal,
-        }
-        load = round(os.getloadavg()[0], 1)
-        self.table.append({**row, "met": met, "load": load, **more})
-        verdict = {True: "met", False: "MISSED", None: ""}[met]
-        text = "not measured: no GPU" if figure is None else f"{figure:9.2f} {unit}"
-        print(f"{name:<62} {text:<23} {goal:<8} {verdict}  (load {load})", flush=True)
+def values_of(spec: Spec) -> dict[str, torch.Tensor]:
+    """Return noise: no disk or file system can make less of it."""
+    return {name: torch.randn(one.shape) for part in spec.values() for name, one in part.items()}
 
 
-def memory(bench: Bench, folder: Path) -> None:
-    """Each figure from a process of its own."""
-    for what, name in [
+def model_of(parameters: int) -> tuple[Spec, dict[str, torch.Tensor], int]:
+    """A model, its values, and their bytes."""
+    spec = spec_of(parameters)
+    values = values_of(spec)
+    return spec, values, sum(value.nbytes for value in values.values())
+
+
+def pieces_of(values: Values) -> Iterator[Piece]:
+    return (Piece(name, 0, value.view(-1)) for name, value in values.items())
+
+
+def begin(root: Path, step: int, spec: Spec, who: Any = None, files: int = 1) -> write.Begun:
+    """Begin a save, with so many small files."""
+    state = form.canonical({"format": 1, "run_id": RUN, "step": step, "evaluation": None})
+    small = {f"small-{i}.json": b"{}" * 500 for i in range(files - 1)}
+    small |= {"config.json": b"{}", form.STATE: state}
+    begun = write.begin(root, step, spec, small, who or Alone(), RUN)
+    assert isinstance(begun, write.Begun), begun
+    return begun
+
+
+def commit(begun: write.Begun, extents: Any, error: Any = None, who: Any = None) -> str:
+    done = write.commit(begun, extents, error, who or Alone())
+    assert isinstance(done, write.Committed), done
+    return done.name
+
+
+def saved(root: Path, step: int, spec: Spec, values: Values) -> Path:
+    begun = begin(root, step, spec, files=5)
+    return root / commit(begun, write.write_pieces(begun, pieces_of(values)))
+
+
+def others(root: Path, values: Values) -> dict[str, Callable[[], object]]:
+    """What one would use instead, each with fsync."""
+    import torch.distributed.checkpoint as distributed
+    from safetensors.torch import save_file
+
+    def plain() -> None:  # one file, from front to end
+        with (root / "plain").open("wb", buffering=0) as file:
+            for value in values.values():
+                data = value.view(-1).view(torch.uint8).numpy().data
+                for first in range(0, data.nbytes, BLOCK):
+                    file.write(data[first : first + BLOCK])
+            os.fsync(file.fileno())
+
+    def torch_save() -> None:
+        with (root / "torch.pt").open("wb") as file:
+            torch.save(dict(values), file)  # noqa: TID251  # what is compared with
+            file.flush()
+            os.fsync(file.fileno())
+
+    def safetensors() -> None:
+        save_file(dict(values), root / "file.safetensors")
+        with (root / "file.safetensors").open("rb") as file:
+            os.fsync(file.fileno())
+
+    def dcp() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            distributed.save(dict(values), checkpoint_id=root / "dcp", no_dist=True)
+
+    return {"plain": plain, "torch.save": torch_save, "save_file": safetensors, "DCP": dcp}
+
+
+class Timed:
+    """The digest of a save, which counts the seconds that are spent in it."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self._inner = xxh3_128()
+        self.hexdigest = self._inner.hexdigest
+
+    def update(self, data: memoryview) -> None:
+        began = time.perf_counter()
+        self._inner.update(data)
+        Timed.seconds += time.perf_counter() - began
+
+
+def ratio(found: Mapping[str, list[float]], one: str, other: str) -> float:
+    """Return how many times as fast `one` is as `other`."""
+    pairs = zip(found[other], found[one], strict=True)
+    return statistics.median(slow / fast for slow, fast in pairs)
+
+
+def writing(bench: Bench) -> None:
+    root, count = bench.folder / "root", bench.sizes.rounds
+    spec, values, size = model_of(bench.sizes.parameters)
+
+    def clear() -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+
+    works = {"ours": lambda: saved(root, 1, spec, values), **others(root, values)}
+    found = in_turns(count, works, before=clear)
+    clear()
+    rate = {name: size / statistics.median(seconds) / 1e9 for name, seconds in found.items()}
+    name = f"a save of {size / 1e6:,.0f} MB: files, digests, fsync, commit"
+    bench.say(name, rate.pop("ours"), "GB/s")
+    titles = {"plain": "plain sequential write + fsync", "DCP": "DCP (it syncs by itself)"}
+    for name, one in rate.items():
+        bench.say(f"  {titles.get(name, f'{name} + fsync')}", one, "GB/s")
+    bench.say("  a save over a plain write", 100 * ratio(found, "ours", "plain"), "%", "≥ 70")
+    for name, goal in (("torch.save", "≥ 1.3"), ("save_file", ""), ("DCP", "")):
+        bench.say(f"  a save over {name}", ratio(found, "ours", name), "times", goal)
+    shares = []
+    with mock.patch.object(write, "xxh3_128", Timed):
+        for turn in range(count):
+            Timed.seconds, began = 0.0, time.perf_counter()
+            saved(root / str(turn), 2, spec, values)
+            shares.append(100 * Timed.seconds / (time.perf_counter() - began))
+    bench.say("  digests, of the time of a save", statistics.median(shares), "%", "≤ 10")
+
+
+def verifying(bench: Bench) -> None:
+    spec, values, size = model_of(bench.sizes.parameters)
+    directory = saved(bench.folder / "verify", 1, spec, values)
+
+    def read_all() -> None:
+        buffer = memoryview(bytearray(BLOCK))
+        for path in sorted(directory.iterdir()):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def verified() -> None:
+        assert read.verify(directory) == []
+
+    def forget() -> None:  # as far as the system does what it is asked for
+        for path in directory.iterdir():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    read_all()
+    for name, before in (("from the page cache", lambda: None), ("from the disk", forget)):
+        works = {"verify": verified, "read": read_all}
+        found = in_turns(bench.sizes.rounds, works, before=before)
+        rate = {one: size / statistics.median(seconds) / 1e9 for one, seconds in found.items()}
+        bench.say(f"verifying {size / 1e6:,.0f} MB, {name}", rate["verify"], "GB/s")
+        bench.say("  sequential read", rate["read"], "GB/s")
+        percent = 100 * ratio(found, "verify", "read")
+        bench.say("  verifying over reading", percent, "%", "≥ 70")
+
+
+def small(bench: Bench) -> None:
+    found = {}
+    for background in (False, True):
+        steps = 6 * bench.sizes.rounds
+        path = config_of(
+            bench.folder / f"background-{background}",
+            llama(96, 6, 4, 384) | {"tie_word_embeddings": False},  # 1 M parameters
+            steps=steps,
+            rows=2,
+            data={"workers": 0, "heldout": 0.005},
+            training={"micro_batch_size": 2},
+            checkpoint={"every_steps": 6, "background": background, "keep_best": 0, "keep_last": 2},
+            evaluation={"every_steps": 10_000, "max_documents": 8},
+            logging={"every_steps": 1},
+        )
+        asked = {"what": "resume", "config": str(path), "steps": steps}
+        found[background] = apart(__file__, asked)
+    line, beside = found[False], found[True]
+    model = "1 M parameters"
+    milliseconds = 1e3 * statistics.median(one["seconds"] for one in line["saves"])
+    name = f"a save of {model} ({line['saves'][0]['bytes'] / 1e6:.0f} MB) in line"
+    bench.say(name, milliseconds, "ms", "≤ 150")
+    name = "a resume of it: searching, verifying, loading"
+    bench.say(name, line["resuming"], "s", "≤ 1")
+    bench.say("  that whole start, from `train` to its first step", line["start"], "s")
+    bench.say("  CPU time of it", line["start_cpu"], "s")
+    blocked = 1e3 * statistics.median(one["blocked_seconds"] for one in beside["saves"])
+    bench.say(f"a save of {model} beside the training: blocked", blocked, "ms", "≤ 60")
+
+
+def resume(config: str, steps: int) -> dict[str, Any]:
+    from llmtrain import load_config, train
+    from llmtrain.rundir import contents, record
+
+    told: dict[str, Any] = {"resuming": 0.0}
+
+    def timed(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*given, **named)
+        finally:
+            told["resuming"] += time.perf_counter() - began
+
+    with contextlib.redirect_stdout(sys.stderr):
+        train(load_config(config))
+        began = (time.perf_counter(), time.process_time())
+
+        def begins(original: Any, run: Any, step: int) -> None:
+            told.setdefault("start", time.perf_counter() - began[0])
+            told.setdefault("start_cpu", time.process_time() - began[1])
+            original(run, step)
+
+        search, fill = partial(timed, read.find), partial(timed, read.fill)
+        with mock.patch.multiple(read, find=search, fill=fill), around(begin=begins):
+            again = load_config(config, [f"training.steps={steps + 1}"])
+            train(again)
+    lines = record.read(again.run_dir / contents.METRICS)
+    return told | {"saves": [line for line in lines if line["kind"] == "checkpoint"]}
+
+
+def beside(bench: Bench) -> None:
+    writer, root = Writer(), bench.folder / "root"
+    spec, values, size = model_of(bench.sizes.large)
+    in_line, blocked, copied = [], [], []
+    for turn in range(bench.sizes.saves + 1):
+        shutil.rmtree(root, ignore_errors=True)
+        began = time.perf_counter()
+        saved(root, 1, spec, values)
+        in_line.append(time.perf_counter() - began)
+        waited, copying = beside_work(root, writer, spec, values, 2 * max(copied, default=1.0))
+        if turn:  # the first takes the memory for its copy
+            blocked.append(waited)
+        copied.append(copying)
+    whole, waited = statistics.median(in_line), statistics.median(blocked)
+    bench.say(f"a save of {size / 1e6:,.0f} MB in line", whole, "s")
+    bench.say("  beside other work: blocked", waited, "s")
+    if whole >= 1.5:
+        bench.say("  of the save in line", 100 * waited / whole, "%", "≤ 5")
+    else:
+        bench.say("  of it, in line below 1.5 s", 1e3 * waited, "ms", "≤ 60")
+    bench.say("  the copy, beside that work", statistics.median(copied[1:]), "s")
+
+
+def beside_work(
+    root: Path, writer: Writer, spec: Spec, values: Values, seconds: float
+) -> tuple[float, float]:
+    """Make one save as the loop makes it.
+
+    seconds: of matrix products between the begin and the update, as forward and backward
+
+    Returns (seconds blocked, seconds until the copy was made).
+    """
+    began = time.perf_counter()
+    begun = begin(root, 2, spec)
+    in_line = time.perf_counter() - began
+    writer.submit(begun, pieces_of(values), frozenset())
+    started = time.perf_counter()
+    one, copied = torch.randn(512, 512), 0.0
+    while time.perf_counter() - started < seconds or writer.state == "writing":
+        one = (one @ one).clamp(-1, 1)
+        if not copied and writer._copied.is_set():
+            copied = time.perf_counter() - started
+        if time.perf_counter() - started >= seconds:
+            writer.wait_snapshot()
+    error, extents = writer.finish()
+    began = time.perf_counter()
+    commit(begun, extents, error)
+    return in_line + writer.release() + time.perf_counter() - began, copied
+
+
+def memory(bench: Bench) -> None:
+    for what, name in (
         ("save", "a save in line"),
         ("load", "a load, with its verifying"),
         ("rank0", "a save of two ranks' halves by rank 0"),
-    ]:
+    ):
         for parameters in bench.sizes.memory:
-            place = folder / f"memory-{parameters}"
-            found = measured(what, parameters, place)
+            place = str(bench.folder / f"memory-{parameters}")
+            asked = {"what": "memory", "kind": what, "parameters": parameters, "folder": place}
+            count = RANKS if what == "rank0" else 1
+            row = ranks(__file__, asked, count)[0] if count > 1 else apart(__file__, asked)
             # Rank 0 of a sharded run holds one tensor of the others besides.
-            more = found["largest_bytes"] if what == "rank0" else 0
-            state = found["state_bytes"] / MIB
-            limit = f"≤ {128 + more / MIB:.0f}"
-            above = found["above_bytes"] / MIB
-            bench.say(f"memory of {name}, state of {state:,.0f} MiB", above, "MiB", limit)
+            limit = f"≤ {128 + (4 * WIDTH**2 / MIB if what == 'rank0' else 0):.0f}"
+            name_ = f"memory of {name}, state of {12 * parameters / MIB:,.0f} MiB"
+            bench.say(name_, row["above_bytes"] / MIB, "MiB", limit)
 
 
-def gpu(bench: Bench, folder: Path) -> None:
-    """What needs a GPU is named and left open."""
-    if torch.cuda.is_available():
-        return beside(bench, folder)
-    bench.say("1.5 B parameters on an H200: blocked", None, "s", "≤ 1")
-    return None
+def above(kind: str, parameters: int, folder: str) -> dict[str, int]:
+    """The peak of resident memory above what was resident with the state alone.
+
+    Of a load above what is resident once it is loaded.
+    """
+    from llmtrain.metrics.memory import peak_bytes, reset_peak, resident_bytes
+
+    cpu, root = torch.device("cpu"), Path(folder) / "root"
+
+    def load(root: Path, spec: Spec) -> dict[str, torch.Tensor]:
+        found = read.find(root, None, Alone())
+        assert found is not None
+        values = values_of(spec)
+        read.fill(found, spec, pieces_of(values), Alone())
+        return values
+
+    spec = spec_of(1, 64)  # what libraries take at their first use is no part of it
+    warm = Path(folder) / f"warm-{kind}-{os.environ.get('RANK')}"
+    saved(warm, 1, spec, values_of(spec))
+    load(warm, spec)
+    spec = spec_of(parameters, WIDTH)
+    if kind == "rank0":
+        held = sent(spec, Path(folder) / "sent")
+    elif kind == "save":
+        values = values_of(spec)
+        held = reset_peak(cpu)
+        saved(root, 1, spec, values)
+    else:
+        reset_peak(cpu)
+        values = load(root, spec)
+        held = resident_bytes()
+    return {"above_bytes": peak_bytes(cpu) - held}
 
 
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": model or platform.processor(),
-        "cpus": os.cpu_count(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
-    }
+def sent(spec: Spec, root: Path) -> int:
+    """Save halves of every tensor on two ranks, which rank 0 writes; the bytes held before."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from llmtrain.distributed.ranks import Group
+    from llmtrain.metrics.memory import reset_peak
+
+    dist.init_process_group("gloo")
+    group, half = Group(timedelta(minutes=5)), WIDTH**2 // RANKS
+    names = [name for part in spec.values() for name in part]
+    own = [Piece(name, half * group.rank, torch.randn(half)) for name in names]
+    group.vote(None)
+    held = reset_peak(torch.device("cpu"))
+    begun = begin(root, 1, spec, group)
+    commit(begun, write.collect_pieces(begun, own, group), None, group)
+    dist.destroy_process_group()
+    return held
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a look whether it works")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    asked = parser.parse_args()
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    bench = Bench(QUICK if asked.quick else Sizes())
-    parts = {
-        "writing": writing,
-        "verifying": verifying,
-        "small": small,
-        "beside": beside,
-        "memory": memory,
-        "gpu": gpu,
-    }
-    kept = before(asked.json, asked.only)
-    for part in asked.only:
-        bench.part = part
-        with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
-            parts[part](bench, Path(folder))
-        rows = kept + [{**row, **about} for row in bench.table]
-        rows.sort(key=lambda row: PARTS.index(row["part"]))
-        if asked.json:
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-            asked.json.write_text("".join(lines), "utf-8")
-        if asked.markdown:
-            asked.markdown.write_text(page(rows), "utf-8")
-
-
-def before(path: Path | None, anew: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of an earlier run for the parts that are not measured anew."""
-    if path is None or not path.is_file():
-        return []
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return [row for row in rows if row["part"] not in anew]
-
+SIZES = {
+    "rounds": (5, 1),
+    "parameters": (42_000_000, 4_200_000),  # written and verified
+    "large": (160_000_000, 8_400_000),  # saved beside other work, `saves` times
+    "saves": (5, 1),
+    "memory": ((4 * MIB, 16 * MIB, 48 * MIB), (2 * MIB, 4 * MIB, 6 * MIB)),
+}
 
 if __name__ == "__main__":
-    main()
+    parts = {"writing": writing, "verifying": verifying, "small": small, "beside": beside}
+    parts |= {"memory": memory}
+    children = {"resume": resume, "memory": above}
+    main(__doc__, parts, SIZES, paths={"dir": False}, child=children, pinned=False)

@@ -1,49 +1,232 @@
-"""The data stream beside bare tokenizers and `datasets`; hand-over, waiting, opening, memory.
+"""What does the stream cost beside what it cannot do without? Bare tokenizers, and `datasets`.
 
-    python benchmarks/data.py --data DIR --tokenizer DIR [--quick] [--only PART …] [--json FILE]
-
-DIR: parquet files with a column `text`; the files of GPT-2's tokenizer. Each line: a figure, its
-goal, and whether it is met. What is compared takes turns, chunk by chunk, so that a machine that
-slows down slows all of it; rates are by CPU time of one core, medians of five rounds.
-
-    speed    the whole path (read, permute, hold out, tokenize, pack, batch, digest) in this process
-             and through one worker, against tokenizers alone on the very texts that the path
-             tokenized, and against `datasets`: streaming, map(tokenize), map(group), DataLoader
-    waiting  the step is a sleep twice as long as its data takes; share of it in which `next` waits
-    opening  48 lanes at the cursors of step 10 and of step 1,000,000 (begun far into the data)
-    memory   of a worker, over units read as fast as it can
-    order    a permutation of a million units
+The whole path (read, permute, hold out, tokenize, pack, batch, digest) in CPU time of one core,
+medians of five rounds, beside tokenizers alone on the very texts, and streaming `datasets`. The
+cursors of step 1,000,000 are those of ten steps behind a fresh one.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
-import sys
-import tempfile
 import time
-from dataclasses import replace
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from _data_bench import BLOCKS, QUICK, Bench, Sizes, opened
-from _data_speed import speed
+from defaults import articles, group_texts
+from harness import Bench, config_of, main, pin, prepared, stream_of
 
 # Nothing heavy here: a data worker is spawned, and imports this file again.
 
-PARTS = ("speed", "waiting", "opening", "memory", "order")
-PACKAGES = "torch", "numpy", "pyarrow", "tokenizers", "tiktoken", "datasets"
-MB = 1e6
+SEQ_LEN, BLOCKS = 1024, 32  # of a step
+
+
+class Prepared:
+    """A prepared run of GPT-2 on the data: its tokenizer, and manifests of it in several forms."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.data = bench, bench.asked.data.resolve()
+        given = bench.asked.tokenizer or self.data.parent.parent / "tokenizers" / "gpt2"
+        self.gpt2 = given.resolve()
+        _, self.tokenizer = prepared(self.config())
+
+    def config(self, **data: Any) -> Path:
+        data |= {"sources": [{"path": str(self.data)}], "seq_len": SEQ_LEN, "heldout": 0.005}
+        model = {"config": {"model_type": "gpt2"}, "tokenizer": str(self.gpt2)}
+        return config_of(self.bench.folder, rows=BLOCKS, model=model, data=data)
+
+    def manifest(self, backend: str = "tiktoken", **data: Any) -> Any:
+        from llmtrain import load_config
+        from llmtrain.config.binding import data_settings
+        from llmtrain.data.survey import freeze, survey
+        from llmtrain.data.tokens.tokenizer import open_tokenizer
+
+        found = survey(data_settings(load_config(self.config(**data))), 1)
+        return freeze(found, open_tokenizer(self.tokenizer, backend))
+
+    def stream(self, manifest: Any, workers: int = 0) -> Any:
+        return stream_of(manifest, self.tokenizer, BLOCKS, workers)
+
+    def lanes(self, manifest: Any, g: int, cursors: Any) -> tuple[list[Any], Any]:
+        """Return all lanes, as a process would open them from block g on, and their reader."""
+        from llmtrain.data.documents.reader import Reader, Reading
+        from llmtrain.data.lanes import Lane
+        from llmtrain.data.packing import START
+        from llmtrain.data.tokens.encode import open_encoder
+
+        encoder, reader = open_encoder(self.tokenizer, manifest), Reader(Reading(600))
+        lanes = []
+        for index in range(manifest.lanes):
+            first = g + (index - g) % manifest.lanes
+            at = [START] if cursors is None else [cursors[index]]
+            lanes.append(Lane(manifest, encoder, reader, index, first, at))
+        return lanes, reader
+
+
+def speed(bench: Bench) -> None:
+    sizes, made = bench.sizes, Prepared(bench)
+    found: dict[str, list[float]] = {}
+    concat, slow = made.manifest(), made.manifest("tokenizers")
+    fit = made.manifest(packing="bestfit")
+    fast_alone, slow_alone = bare_tiktoken(made), bare_tokenizers(made)
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    with (
+        made.stream(concat) as ours,
+        made.stream(concat) as twin,
+        made.stream(concat, 1) as ahead,
+        made.stream(slow) as reference,
+        made.stream(fit) as fitted,
+    ):
+        for stream in (ours, twin, ahead, reference, fitted):
+            take(stream, sizes.warm)
+        for _ in range(sizes.rounds):
+            for name, share, stream, alone, blocks, chunk in (
+                ("path", "of tiktoken", ours, fast_alone, sizes.blocks, 128),
+                ("fit", "fit of tiktoken", fitted, fast_alone, sizes.blocks, 128),
+                ("slow path", "of tokenizers", reference, slow_alone, sizes.slow, 32),
+            ):
+                path, bare = beside(stream, alone, blocks, chunk)
+                note(name, blocks * SEQ_LEN / path)
+                note(share, 100 * bare / path)
+            inside = own = worker = 0.0
+            process = ahead._items.processes[0].pid
+            for _ in range(sizes.some // 128):
+                inside += take(twin, 128)  # the same blocks
+                before = at_rest(process)
+                own += take(ahead, 128)
+                worker += at_rest(process) - before
+            note("of inside", 100 * inside / (own + worker))
+            note("hand-over", 1e6 * (own + worker - inside) / sizes.some)
+            note("own", 1e3 * own / sizes.some)
+            tokens, seconds = with_datasets(made)
+            note("datasets", tokens / seconds)
+            note("of datasets", found["path"][-1] * seconds / tokens)
+    for key, name, unit, goal in (
+        ("path", "in process, tiktoken, concat", "tokens/s", ""),
+        ("of tiktoken", "  of bare encode_ordinary + np.array on these texts", "%", "≥ 80"),
+        ("datasets", "datasets: streaming, map, map, DataLoader", "tokens/s", ""),
+        ("of datasets", "  in process over that", "times", "≥ 25"),
+        ("slow path", "in process, tokenizers, concat", "tokens/s", ""),
+        ("of tokenizers", "  of bare encode_batch_fast on these texts", "%", "≥ 85"),
+        ("fit", "in process, tiktoken, bestfit", "tokens/s", ""),
+        ("fit of tiktoken", "  of bare encode_ordinary + np.array on these texts", "%", ""),
+        ("of inside", "one worker: CPU time in process of that of both processes", "%", "≥ 75"),
+        ("hand-over", "  hand-over, CPU time of both processes", "µs/block", "≤ 200"),
+        ("own", "  CPU time of the main process, batches made", "ms/block", "≤ 0.17"),
+    ):
+        ends = f"{min(found[key]):.3g} … {max(found[key]):.3g}"
+        bench.say(name, statistics.median(found[key]), unit, goal, range=ends)
+    blocks = empty = 0
+    lanes, _ = made.lanes(fit, 0, None)
+    while blocks < sizes.some:
+        for lane in lanes:
+            trained = lane.take().trained
+            empty += 0 if trained is None else int((~trained).sum())
+            blocks += 1
+    bench.say("padding with bestfit", 100 * empty / (blocks * SEQ_LEN), "%", "≤ 2.5")
+
+
+def take(stream: Any, blocks: int) -> float:
+    began = time.process_time()
+    for _ in range(blocks // BLOCKS):
+        next(stream)
+    return time.process_time() - began
+
+
+def at_rest(worker: int) -> float:
+    """Return a worker's CPU seconds (Linux) once it has read ahead as far as it may."""
+    used = -1.0
+    while True:
+        now = time.clock_gettime(~worker << 3 | 2)
+        if now - used < 1e-4:
+            return now
+        used = now
+        time.sleep(0.05)
+
+
+Alone = Callable[[list[str]], float]
+
+
+def bare_tiktoken(made: Prepared) -> Alone:
+    """CPU seconds of `encode_ordinary` and `np.array`; made by tiktoken's own reader of files."""
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    import numpy as np
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    files = str(made.gpt2 / "merges.txt"), str(made.gpt2 / "vocab.json")
+    ranks = data_gym_to_mergeable_bpe_ranks(*files)
+    encoding = tiktoken.Encoding(
+        "bare", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+    )
+
+    def seconds(texts: list[str]) -> float:
+        began = time.process_time()
+        for text in texts:
+            np.array(encoding.encode_ordinary(text), dtype=np.int32)
+        return time.process_time() - began
+
+    return seconds
+
+
+def bare_tokenizers(made: Prepared) -> Alone:
+    """CPU seconds of `encode_batch_fast`, 64 texts a call, and of reading the ids."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(made.tokenizer / "tokenizer.json"))
+
+    def seconds(texts: list[str]) -> float:
+        began = time.process_time()
+        for i in range(0, len(texts), 64):
+            for encoding in tokenizer.encode_batch_fast(texts[i : i + 64]):
+                encoding.ids  # noqa: B018  # makes the list
+        return time.process_time() - began
+
+    return seconds
+
+
+def beside(stream: Any, bare: Alone, blocks: int, chunk: int) -> tuple[float, float]:
+    """CPU seconds of (the path, the tokenizer alone) for so many blocks, in turns."""
+    from llmtrain.data.tokens.tokenizer import Tokenizer
+
+    ours = alone = 0.0
+    original = Tokenizer.documents
+    for _ in range(blocks // chunk):
+        texts: list[str] = []
+
+        def documents(self: Any, batch: Any, texts: list[str] = texts) -> Any:
+            texts.extend(batch)
+            return original(self, batch)
+
+        with mock.patch.object(Tokenizer, "documents", documents):
+            ours += take(stream, chunk)
+        alone += bare(texts)
+    return ours, alone
+
+
+def with_datasets(made: Prepared) -> tuple[int, float]:
+    """(tokens, CPU seconds) of what transformers' example for language models does, streaming."""
+    from torch.utils.data import DataLoader
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.tokenizer)
+    rows = articles(made.data).take(made.bench.sizes.documents)
+    grouped = group_texts(rows, tokenizer, SEQ_LEN).with_format("torch")
+    began = time.process_time()
+    found = sum(batch["input_ids"].numel() for batch in DataLoader(grouped, batch_size=BLOCKS))
+    return found, time.process_time() - began
 
 
 def waiting(bench: Bench) -> None:
-    """Steps that are sleeps of twice the time that a worker needs for their data."""
-    with bench.stream(bench.manifest(), 1) as stream:
+    pin(every=True)
+    made = Prepared(bench)
+    with made.stream(made.manifest(), 1) as stream:
         for _ in range(10):
             next(stream)
         began = time.perf_counter()
@@ -65,18 +248,27 @@ def waiting(bench: Bench) -> None:
     usual = statistics.median(t - w for t, w in zip(taking, working, strict=True))
     bench.say("  of the median step", 100 * usual * len(taking) / whole, "%")
     bench.say("  own work: unpacking blocks, making batches", 100 * sum(working) / whole, "%")
+    pin()
 
 
 def opening(bench: Bench) -> None:
-    """The first block of every lane, at a real cursor."""
+    from llmtrain.types import Cursor
+
+    made = Prepared(bench)
     for packing in ("concat", "bestfit"):
-        manifest = bench.manifest(lanes=48, packing=packing)
+        manifest = made.manifest(lanes=48, packing=packing)
         for step in (10, 1_000_000):
-            g = step * BLOCKS
-            cursors = at_step(bench, manifest, step)
+            # Ten steps behind the place in the data where it should be, in an epoch as if all units
+            # were equally long (20,959 blocks of the whole text): no run of a million was made.
+            first = (step - 10) * BLOCKS
+            start = dict.fromkeys(range(48), Cursor(first // 20_959, 0, 0, 0))
+            walked, _ = made.lanes(manifest, first, start)
+            for g in range(first, step * BLOCKS):
+                walked[g % 48].take()
+            cursors = {index: lane.cursors[0] for index, lane in enumerate(walked)}
             seconds, reads = [], 0
             for _ in range(bench.sizes.rounds):
-                lanes, reader = opened(bench, manifest, g, cursors)
+                lanes, reader = made.lanes(manifest, step * BLOCKS, cursors)
                 began = time.process_time()
                 for lane in lanes:
                     lane.take()
@@ -86,28 +278,12 @@ def opening(bench: Bench) -> None:
             bench.say(name, statistics.median(seconds), "s", "≤ 1", units_read=reads)
 
 
-def at_step(bench: Bench, manifest: Any, step: int) -> dict[int, Any]:
-    """The cursors of a step: ten steps behind the place in the data where it should be.
-
-    Its epoch is as if all units were equally long; no run of a million steps was made.
-    """
-    from llmtrain.types import Cursor
-
-    epoch = (step - 10) * BLOCKS // 20_959  # blocks of the whole text
-    first = (step - 10) * BLOCKS
-    start = dict.fromkeys(range(48), Cursor(epoch, 0, 0, 0))
-    lanes, _ = opened(bench, manifest, first, start)
-    for g in range(first, step * BLOCKS):
-        lanes[g % 48].take()
-    return {index: lane.cursors[0] for index, lane in enumerate(lanes)}
-
-
 def memory(bench: Bench) -> None:
-    """A worker that reads as fast as it can: its memory, and how much that grows."""
-    lanes = 24
-    manifest = bench.manifest(lanes=lanes)
+    pin(every=True)
+    made, lanes = Prepared(bench), 24
+    manifest = made.manifest(lanes=lanes)
     units = len(manifest.sources[0].units)
-    with bench.stream(manifest, 1) as stream:
+    with made.stream(manifest, 1) as stream:
         worker = stream._items.processes[0].pid
         samples: list[tuple[float, float, float]] = []
         read, began = 0.0, time.perf_counter()
@@ -125,21 +301,18 @@ def memory(bench: Bench) -> None:
     goal = f"≤ {350 + 6 * lanes}"
     bench.say(f"memory of a worker with {lanes} lanes, private", max(private), "MB", goal)
     bench.say("  resident, with shared pages", max(rss for _, _, rss in late), "MB", goal)
-    n = len(private)
-    tenths = [round(statistics.median(private[i * n // 10 :][: n // 10 + 1])) for i in range(10)]
-    more = {"units_read": round(read), "seconds": round(samples[-1][0]), "tenths_mb": tenths}
+    more = {"units_read": round(read), "seconds": round(samples[-1][0]), "private_mb": private}
     bench.say(f"  growth over {read:,.0f} units at full speed", slope, "MB/min", "≤ 1", **more)
+    pin()
 
 
 def memory_of(process: int) -> tuple[float, float]:
-    """(private, resident) memory in MB (Linux)."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 / MB for line in lines}
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines}
     return found["Private_Clean"] + found["Private_Dirty"], found["Rss"]
 
 
 def order(bench: Bench) -> None:
-    """Of the units of an epoch."""
     from llmtrain.hashing import mix, permutation
 
     seconds = []
@@ -150,69 +323,17 @@ def order(bench: Bench) -> None:
     bench.say("order of a million units", statistics.median(seconds), "s", "≤ 0.5")
 
 
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": model or platform.processor(),
-        "cpus": os.cpu_count(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
-    }
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, help="default: tokenizers/gpt2 beside the data")
-    parser.add_argument("--quick", action="store_true", help="a look whether it works")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--units", type=int, help="that are read for the growth of memory")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    sizes = QUICK if asked.quick else Sizes()
-    if asked.units:
-        sizes = replace(sizes, units=asked.units)
-    gpt2 = asked.tokenizer or asked.data.parent.parent / "tokenizers" / "gpt2"
-    before = machine()
-    print(", ".join(f"{key} {value}" for key, value in before.items()), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(asked.data.resolve(), gpt2.resolve(), Path(folder), sizes)
-        for part in asked.only:
-            if part in ("waiting", "memory") and hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, range(os.cpu_count() or 1))
-            {
-                "speed": speed,
-                "waiting": waiting,
-                "opening": opening,
-                "memory": memory,
-                "order": order,
-            }[part](bench)
-            one_core()
-    print(f"load at the end {os.getloadavg()[0]:.1f}")
-    if asked.json:
-        more = {**before, "load_end": round(os.getloadavg()[0], 1)}
-        lines = [json.dumps({**row, **more}, ensure_ascii=False) + "\n" for row in bench.table]
-        asked.json.write_text("".join(lines))
-
-
-def one_core() -> None:
-    """This process and its children on one core."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
+SIZES = {
+    "rounds": (5, 1),
+    "blocks": (4096, 256),  # of a round: × 1,024 × 5 = 21 M tokens
+    "warm": (1536, 32),  # before: lanes opened, windows filled
+    "some": (1024, 128),  # through a worker
+    "slow": (512, 64),  # with `tokenizers`
+    "documents": (3000, 1000),  # with `datasets`
+    "steps": (200, 10),
+    "units": (6000, 60),  # fewer, and the slope is noise
+}
 
 if __name__ == "__main__":
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        # The environment is read when libraries are imported, so the benchmark starts itself again.
-        one_core()
-        threads = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        os.environ.update(dict.fromkeys(threads, "1"), TOKENIZERS_PARALLELISM="false")
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    main()
+    parts = {"speed": speed, "waiting": waiting, "opening": opening, "memory": memory}
+    main(__doc__, parts | {"order": order}, SIZES, paths={"data": True, "tokenizer": False})

@@ -1,41 +1,24 @@
-"""From raw articles to trained tokens: llmtrain and transformers' Trainer with their defaults.
+"""From raw articles to trained tokens: what do llmtrain and the Trainer make with their defaults?
 
-    python benchmarks/defaults.py --data DIR --tokenizer DIR [--trl PYTHON] [--rounds 3]
-                                  [--tokens N] [--json FILE]
-
-DIR: parquet files with a column `text`; the files of GPT-2's tokenizer. One model for all (Llama,
-hidden 192, 4 layers, a tied vocabulary of 50,304), 8 rows a step. Contenders:
-
-    padded      the Trainer as most tutorials use it: an article a row, padded to 1,024 tokens
-    by length   the Trainer's group_by_length: rows of like length, padded to the longest of 8
-    grouped     the Trainer as transformers' example for language models uses it: streaming,
-                map(tokenize), map(group_texts), 256 tokens a row; in fp32, its default, and bf16
-    trl         TRL's SFTTrainer with packing, 256 tokens a row; PYTHON is the interpreter of an
-                environment that has it
-    llmtrain    its defaults, 256 tokens a block, and fp32 where the default is another precision
-
-The padded row shows what a tutorial costs. The honest rows are group_by_length and TRL packed, what
-someone uses who has looked for speed; their articles are tokenized before the first step, which the
-rates do not count.
-
-A process each, in turns, on one core with one thread. Times are CPU seconds, children included; of
-all rounds the best counts; trained tokens are those with a loss. Rows in bf16 are left out where a
-timed product shows that bf16 is not the faster precision of this machine.
+A Llama (hidden 192, 4 layers, a tied vocabulary of 50,304), 8 rows a step, of 256 tokens in
+`group_texts`, transformers' example, and llmtrain; most tutorials pad to 1,024. Honest rows
+tokenize beforehand, which the rates leave out. A process each, in turns, on one core; trained
+tokens a CPU second, the best of all rounds.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from _rows import Table, measure, one_core
+from harness import Bench, Clock, apart, config_of, in_turns, llama, main, peak_mb, turns
 
-LIMIT = 600  # seconds of one process
 FASTER = 1.3  # from here on bf16 is worth its rounding; llmtrain's `auto` has the same limit
 NAMES = {
     ("padded", "fp32"): "Trainer, padded to 1,024",
@@ -47,25 +30,24 @@ NAMES = {
     ("llmtrain", "auto"): "llmtrain, defaults",
     ("llmtrain", "fp32"): "llmtrain, fp32",
 }
+SHAPE = llama(192, 4, 3, 512, 50_304, 1024)
+SEQ_LEN, ROWS, PADDED = 256, 8, 1024
+PADDED_STEPS = 4  # at least, as articles differ in length
+WARM = 2  # steps that are not counted; one where a step has four times the tokens
+RATE, FIRST, PEAK = "tokens_per_cpu_second", "first_step_cpu_seconds", "peak_mb"
 Contender = tuple[str, str]
-Found = dict[Contender, list[dict[str, Any]]]
+Figures = dict[Contender, dict[str, float]]
 
 
-def product_rates() -> tuple[float, float]:
-    """Return the GFLOP/s of a 1024 × 768 × 768 product in fp32 and in bf16, the best of five."""
+def product_rate(dtype: str) -> float:
+    """Return the GFLOP/s of a 1024 × 768 × 768 product, the best of five."""
     import torch
 
-    rates = []
-    for dtype in (torch.float32, torch.bfloat16):
-        one = torch.randn(1024, 768, generator=torch.Generator().manual_seed(0)).to(dtype)
-        other = one[:768, :768].contiguous()
-        seconds = []
-        for _ in range(5):
-            began = time.thread_time()
-            one @ other
-            seconds.append(time.thread_time() - began)
-        rates.append(2 * 1024 * 768 * 768 / min(seconds) / 1e9)
-    return rates[0], rates[1]
+    one = torch.randn(1024, 768, generator=torch.Generator().manual_seed(0))
+    one = one.to(getattr(torch, dtype))
+    other = one[:768, :768].contiguous()
+    seconds = in_turns(5, {"": lambda: one @ other}, time.thread_time)[""]
+    return 2 * 1024 * 768 * 768 / min(seconds) / 1e9
 
 
 def contenders(bf16_over_fp32: float, trl: Path | None = None) -> list[Contender]:
@@ -76,125 +58,211 @@ def contenders(bf16_over_fp32: float, trl: Path | None = None) -> list[Contender
     return [one for one in NAMES if one not in left_out and (trl or one[0] != "trl")]
 
 
-def rounds(asked: argparse.Namespace, who: Sequence[Contender]) -> Found:
-    """Run each contender once a round, beginning with another one each time."""
-    found: Found = {one: [] for one in who}
-    for turn in range(asked.rounds):
-        for one in [*who[turn % len(who) :], *who[: turn % len(who)]]:
-            with tempfile.TemporaryDirectory() as folder:
-                keys = {
-                    "contender": one[0],
-                    "precision": one[1],
-                    "data": str(asked.data.resolve()),
-                    "tokenizer": str(asked.tokenizer.resolve()),
-                    "tokens": asked.tokens,
-                    "folder": folder,
-                }
-                python = {"python": str(asked.trl)} if one[0] == "trl" else {}
-                rows, wrong = measure("_defaults_runs.py", keys, LIMIT, **python)
-            if wrong:
-                sys.exit(f"{NAMES[one]}: {wrong}")
-            found[one].append(rows[-1])
-            rate = rows[-1]["tokens_per_cpu_second"]
-            print(f"    round {turn + 1}: {NAMES[one]:<42} {rate:8.0f} tokens/s", flush=True)
+def comparisons(figures: Figures, chosen: str) -> Iterator[tuple[str, float, str]]:
+    """Yield (name, ratio, goal).
+
+    figures: of each contender, the best over the rounds
+    chosen: the precision that llmtrain's defaults resolved to
+    """
+    ours, plain = figures["llmtrain", "auto"], figures["grouped", "fp32"]
+    fp32, same = figures.get(("llmtrain", "fp32"), ours), figures["grouped", chosen]
+    yield "tokens/s, fp32, over group_texts in fp32", fp32[RATE] / plain[RATE], "≥ 1.2"
+    if chosen == "bf16":
+        yield "tokens/s, bf16, over group_texts in bf16", ours[RATE] / same[RATE], "≥ 1.8"
+        yield "tokens/s, both with their defaults", ours[RATE] / plain[RATE], "≥ 2.4"
+    padded, by_length = figures["padded", "fp32"], figures["by_length", "fp32"]
+    yield "tokens/s over the padded default", ours[RATE] / padded[RATE], "≥ 4"
+    yield "tokens/s over group_by_length", ours[RATE] / by_length[RATE], ""
+    yield "peak memory over group_texts", ours[PEAK] / same[PEAK], "≤ 0.60"
+    if packed := figures.get(("trl", chosen)):
+        yield "tokens/s over TRL packed", ours[RATE] / packed[RATE], ""
+    goal = "≤ 1.25" if chosen == "bf16" else "≤ 1.4"
+    yield f"CPU to the first step over group_texts, {chosen}", ours[FIRST] / same[FIRST], goal
+
+
+def defaults(bench: Bench) -> None:
+    asked, tokens = bench.asked, bench.sizes.tokens
+    fp32, bf16 = product_rate("float32"), product_rate("bfloat16")
+    bench.say("a product in fp32", fp32, "GFLOP/s")
+    bench.say("a product in bf16", bf16, "GFLOP/s")
+    found: dict[Contender, list[dict[str, Any]]] = {}
+    named = {NAMES[one]: one for one in contenders(bf16 / fp32, asked.trl)}
+    for turn, name in turns(named, bench.sizes.rounds):
+        kind, precision = one = named[name]
+        with TemporaryDirectory() as folder:
+            work = {"kind": kind, "precision": precision, "tokens": tokens, "folder": folder}
+            work |= {"data": str(asked.data.resolve()), "tokenizer": str(asked.tokenizer.resolve())}
+            row = apart(__file__, work, python=str(asked.trl if kind == "trl" else sys.executable))
+        found.setdefault(one, []).append(row)
+        print(f"    round {turn + 1}: {name:<42} {row[RATE]:8.0f} tokens/s", flush=True)
+    figures = {
+        one: {name: min(run[name] for run in runs) for name in (FIRST, PEAK)}
+        | {RATE: max(run[RATE] for run in runs)}
+        for one, runs in found.items()
+    }
+    for one, name in NAMES.items():
+        if one not in figures:
+            reason = f"bf16 products run at {bf16 / fp32:.2f} × the rate of fp32 here"
+            bench.say(name, None, note="no --trl" if one[0] == "trl" and not asked.trl else reason)
+            continue
+        more = {"shape": "llama 192 × 4, V 50,304", "precision": one[1], "tokens": tokens}
+        bench.say(name, figures[one][RATE], "tokens/CPU s", **more, runs=found[one])
+        bench.say(f"  {name}: to the first step", figures[one][FIRST], "CPU s")
+        bench.say(f"  {name}: peak memory", figures[one][PEAK], "MB")
+    chosen = found["llmtrain", "auto"][0]["precision"]
+    for name, ratio, goal in comparisons(figures, chosen):
+        bench.say(name, ratio, "×", goal)
+
+
+# One contender, in a process of its own
+
+
+def contender(**asked: Any) -> dict[str, Any]:
+    """Train. asked: kind, precision, data, tokenizer, tokens (to count), folder."""
+    if asked["kind"] == "llmtrain":
+        return with_llmtrain(asked)
+    return (with_trl if asked["kind"] == "trl" else with_trainer)(asked)
+
+
+def figures_of(clock: Clock, warm: int, precision: str) -> dict[str, Any]:
+    """The figures; the first `warm` steps are not in the rate."""
+    steps = len(clock.ends)
+    found = {RATE: clock.rate(warm, steps), FIRST: clock.ends[0], PEAK: peak_mb()}
+    found |= {"tokens": sum(clock.tokens[warm:steps]), "steps": steps - warm}
+    return found | {"precision": precision}
+
+
+def fresh_model() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(42)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.float32)
+
+
+def open_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def with_trainer(asked: dict[str, Any]) -> dict[str, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    kind, tokens = asked["kind"], asked["tokens"]
+    clock, warm = Clock(), WARM if kind == "grouped" else 1
+    steps = warm + math.ceil(tokens / (ROWS * SEQ_LEN))
+    if kind == "padded":  # a step of it takes eight times as long
+        steps = warm + max(PADDED_STEPS, math.ceil(tokens / (2 * ROWS * PADDED)))
+    more = {"bf16": asked["precision"] == "bf16", "use_cpu": True, "report_to": "none"}
+    if kind == "by_length":
+        steps = warm + 8  # from the longest batch of one sorted part to its shortest
+        more["train_sampling_strategy"] = "group_by_length"
+    lengths: list[int] = []
+    tokenizer, data = open_tokenizer(asked["tokenizer"]), articles(Path(asked["data"]))
+    rows, collate = rows_of(kind, tokenizer, data, steps, lengths)
+    arguments = TrainingArguments(asked["folder"], max_steps=steps, **more)
+    clock.train(Trainer(fresh_model(), arguments, train_dataset=rows, data_collator=collate))
+    if lengths:  # few steps are made: their rows count as the average of a thousand articles
+        clock.tokens = [round(ROWS * sum(lengths) / len(lengths))] * steps
+    return figures_of(clock, warm, asked["precision"])
+
+
+def articles(data: Path) -> Any:
+    """Return the articles of a directory of parquet files as a stream of `datasets`."""
+    import datasets
+
+    files = sorted(str(path) for path in data.glob("*.parquet"))
+    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+
+
+def group_texts(rows: Any, tokenizer: Any, seq_len: int) -> Any:
+    """Tokenize the column `text`, join it, cut it into rows of `seq_len` ids with labels.
+
+    The ids behind the last whole row of a batch of articles are dropped.
+    """
+    tokenizer.model_max_length = 1 << 30  # longer documents are meant
+
+    def group(columns: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {name: list(chain(*lists)) for name, lists in columns.items()}
+        starts = range(0, len(joined["input_ids"]) // seq_len * seq_len, seq_len)
+        result = {name: [ids[i : i + seq_len] for i in starts] for name, ids in joined.items()}
+        return {**result, "labels": result["input_ids"].copy()}
+
+    tokens = rows.map(
+        lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names
+    )
+    return tokens.map(group, batched=True)
+
+
+def rows_of(
+    kind: str, tokenizer: Any, data: Any, steps: int, lengths: list[int]
+) -> tuple[Any, Callable[..., Any]]:
+    """Return the rows and the collator of a Trainer.
+
+    grouped: as transformers' example for language models; padded: as most tutorials; by_length: as
+    many articles as make sorted parts of as many batches as there are steps, tokenized beforehand,
+    as this needs their lengths
+    lengths: of padded rows, becomes the trained tokens of each article that is tokenized
+    """
+    import datasets
+    from transformers import DataCollatorForLanguageModeling, default_data_collator
+
+    if kind == "grouped":
+        return group_texts(data, tokenizer, SEQ_LEN), default_data_collator
+    padding = "max_length" if kind == "padded" else False
+
+    def tokenize(batch: dict[str, list[str]]) -> Any:
+        made = tokenizer(batch["text"], truncation=True, max_length=PADDED, padding=padding)
+        if padding:
+            lengths.extend(sum(mask) - 1 for mask in made["attention_mask"])
+        return made
+
+    if kind == "by_length":
+        some = data.shuffle(seed=42, buffer_size=2000).take(4 * ROWS * (steps - 1))
+        data = datasets.Dataset.from_list(list(some))
+    rows = data.map(tokenize, batched=True, remove_columns=data.column_names)
+    return rows, DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+
+def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
+    import datasets
+    from _trl import sft_config
+    from trl import SFTTrainer
+
+    clock, steps = Clock(), WARM + math.ceil(asked["tokens"] / (ROWS * SEQ_LEN))
+    some = articles(Path(asked["data"])).take(4 * ROWS * steps)
+    rows = datasets.Dataset.from_list([{"text": one["text"]} for one in some])
+    arguments = sft_config(asked, SEQ_LEN, ROWS, packing=True, max_steps=steps)
+    tokenizer = open_tokenizer(asked["tokenizer"])
+    model = fresh_model()
+    clock.train(SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer))
+    return figures_of(clock, WARM, asked["precision"])
+
+
+def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train with llmtrain and its defaults; nothing is held out: the Trainer has no evaluation."""
+    path = config_of(
+        Path(asked["folder"]),
+        steps=WARM + math.ceil(asked["tokens"] / (ROWS * SEQ_LEN)),
+        rows=ROWS,
+        seq_len=SEQ_LEN,
+        model={"config": {"model_type": "llama", **SHAPE}, "tokenizer": asked["tokenizer"]},
+        data={"sources": [{"path": asked["data"]}]},
+        training={"precision": asked["precision"]},
+    )
+    clock, found = Clock(), dict[str, Any]()
+
+    def ended(run: Any) -> None:
+        found.update(figures_of(clock, WARM, run.processes.auto.run["precision"]))
+
+    clock.train_llmtrain(path, ended)
     return found
 
 
-def best(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the best figure of each kind over the rounds."""
-    return {
-        "tokens_per_cpu_second": max(run["tokens_per_cpu_second"] for run in runs),
-        "first_step_cpu_seconds": min(run["first_step_cpu_seconds"] for run in runs),
-        "peak_mb": min(run["peak_mb"] for run in runs),
-    }
-
-
-def comparisons(figures: dict[Contender, dict[str, float]], chosen: str) -> list[dict[str, Any]]:
-    """Return the rows with goals.
-
-    figures: of each contender, as `best` returns them
-    chosen: the precision that llmtrain's defaults resolved to
-    """
-    ours = figures["llmtrain", "auto"]
-    plain = figures["grouped", "fp32"]
-
-    def ratio(kind: str, one: dict[str, float], other: dict[str, float]) -> float:
-        return one[kind] / other[kind]
-
-    rate, memory, first = "tokens_per_cpu_second", "peak_mb", "first_step_cpu_seconds"
-    fp32 = figures.get(("llmtrain", "fp32"), ours)
-    rows = [("tokens/s, fp32, over group_texts in fp32", ratio(rate, fp32, plain), "≥ 1.2")]
-    same = plain
-    if chosen == "bf16":
-        same = figures["grouped", "bf16"]
-        rows += [
-            ("tokens/s, bf16, over group_texts in bf16", ratio(rate, ours, same), "≥ 1.8"),
-            ("tokens/s, both with their defaults", ratio(rate, ours, plain), "≥ 2.4"),
-        ]
-    rows += [
-        ("tokens/s over the padded default", ratio(rate, ours, figures["padded", "fp32"]), "≥ 4"),
-        ("tokens/s over group_by_length", ratio(rate, ours, figures["by_length", "fp32"]), ""),
-        ("peak memory over group_texts", ratio(memory, ours, same), "≤ 0.60"),
-    ]
-    if packed := figures.get(("trl", chosen)):
-        rows.append(("tokens/s over TRL packed", ratio(rate, ours, packed), ""))
-    limit = "≤ 1.25" if chosen == "bf16" else "≤ 1.4"
-    rows.append(
-        (f"CPU to the first step over group_texts, {chosen}", ratio(first, ours, same), limit)
-    )
-    return [{"name": name, "figure": figure, "goal": goal} for name, figure, goal in rows]
-
-
-def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Return a line for each default that differs."""
-    return [
-        f"{name}: llmtrain {ours[name]}, Trainer {theirs[name]}"
-        for name in ours
-        if ours[name] != theirs[name]
-    ]
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--trl", type=Path, metavar="PYTHON")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=16_384, help="counted of each contender")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    table = Table("defaults", asked.json)
-    fp32, bf16 = product_rates()
-    table.say("a product in fp32", fp32, "GFLOP/s")
-    table.say("a product in bf16", bf16, "GFLOP/s")
-    who = contenders(bf16 / fp32, asked.trl)
-    found = rounds(asked, who)
-    settings = found["llmtrain", "auto"][0]["settings"]
-    chosen = settings["training.precision"]
-    figures = {one: best(runs) for one, runs in found.items()}
-    for one, name in NAMES.items():
-        if one not in figures and one[0] == "trl":
-            table.say(name, None, note="no --trl, or not the faster precision here")
-            continue
-        if one not in figures:
-            reason = f"bf16 products run at {bf16 / fp32:.2f} × the rate of fp32 here"
-            same = "its defaults are in fp32: " if one[0] == "llmtrain" else ""
-            table.say(name, None, note=f"{same}{reason}")
-            continue
-        more = {"shape": "llama 192 × 4, V 50,304", "precision": one[1], "tokens": asked.tokens}
-        figure = figures[one]
-        table.say(name, figure["tokens_per_cpu_second"], "tokens/CPU s", **more, runs=found[one])
-        table.say(f"  {name}: to the first step", figure["first_step_cpu_seconds"], "CPU s")
-        table.say(f"  {name}: peak memory", figure["peak_mb"], "MB")
-    for row in comparisons(figures, chosen):
-        table.say(row["name"], row["figure"], "×", row["goal"])
-    print("defaults that differ (the learning rate has no part in the time):")
-    lines = differing(settings, found["grouped", "fp32"][0]["settings"])
-    print("\n".join(f"    {line}" for line in lines))
-    table.say("defaults that differ", len(lines), "", lines=lines)
-
-
 if __name__ == "__main__":
-    one_core()
-    main()
+    sizes = {"rounds": (3, 1), "tokens": (16_384, 1)}  # that are counted of each contender
+    paths = {"data": True, "tokenizer": True, "trl": False}
+    main(__doc__, defaults, sizes, paths=paths, child=contender)

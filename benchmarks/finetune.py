@@ -1,174 +1,447 @@
-"""The cost of chat data, adapters, export and sharded loading, beside what one would use instead.
+"""What do chat data, adapters, export and sharded loading cost beside what one would use instead?
 
-    python benchmarks/finetune.py [--shared DIR] [--trl PYTHON] [--turns N] [--quick]
-                                  [--only PART …] [--json FILE]
-
-DIR: has `sft/train.jsonl`, `tokenizers/qwen3` and `tokenizers/gpt2` (default: ../shared/data beside
-this repository). PYTHON: the interpreter of an environment with `trl`; it needs no llmtrain.
-Parts that need them are skipped, by name, where they are missing. Each line: a figure, its goal,
-whether it is met, and the load of the machine. All of it runs on one core with one thread, and
-times are CPU time; what is compared takes turns, and minima are compared. Rows of FILE that belong
-to other parts stay as they are.
-
-    speed       rows of train.jsonl to ids and masks, with Qwen3's tokenizer and template, beside a
-                bare `tokenizers` encode of the texts of the same sequences
-    opening     the first batch of a chat stream, and of its resume in the middle of an epoch, each
-                in a process of its own, without and with opening the tokenizer, which every process
-                does once; how full the blocks of that epoch are
-    checkpoint  the files of a LoRA run's checkpoint over the bytes of its tensors
-    export      peak memory of `llmtrain export`, whole and with merged adapters, above that of a
-                process that has imported torch and transformers (which alone loads little: with
-                the class of its models it is another figure)
-    shards      memory of a rank above 0 under FSDP2 while the model is loaded, over its shard
-    step        a step of a LoRA run beside a loop of transformers, peft and torch
-    trl         full fine-tuning and LoRA on conversations beside TRL's SFTTrainer, packed and
-                padded: the same weights, template and tokens; whole runs, tokenizing included
+CPU time on one core, minima. Ids and masks stand beside a bare `tokenizers` encode of the same
+texts, a LoRA step beside a loop of peft, exports beside a process that has imported the libraries,
+the memory of an FSDP2 rank that loads beside its shard, whole runs on conversations beside TRL's
+SFTTrainer (PYTHON has it) with the same weights, template and tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import tempfile
+import shutil
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from _finetune_data import TOKENIZER, TRAIN, opening, speed
-from _finetune_runs import checkpoint, export, shards
-from _finetune_sft import trl
-from data import machine, one_core
+import harness
+from _trl import compare, contender
+from harness import ROOT, SAMPLE, Bench, Contender, apart, config_of, llama, prepared, turns
 
 # Nothing heavy here: the parts import what they measure.
 
-NEEDED = {
-    "speed": (TRAIN, TOKENIZER),
-    "opening": (TRAIN, TOKENIZER),
-    "trl": (TRAIN, "tokenizers/gpt2"),
+TRAIN, QWEN3, GPT2 = "sft/train.jsonl", "tokenizers/qwen3", "tokenizers/gpt2"
+LORA = {"kind": "lora", "r": 16, "alpha": 32}
+SIZES = {
+    "rounds": (5, 1),  # times that rows are encoded
+    "rows": (1_000_000, 300),  # of train.jsonl, at most
+    "starts": (5, 1),  # processes of each kind that open a stream, or whose memory is measured
+    "layers": (16, 2),  # of the model of 1 GB whose checkpoints, export and shards are measured
+    "steps": (80, 12),  # of each loop of `step`; the first `warm` of them are not counted
+    "warm": (10, 6),
+    "turns": (2, 1),  # runs of each contender beside TRL, each of `first` steps and `after` more
+    "first": (50, 2),
+    "after": (10, 2),
 }
-PACKAGES = ("transformers", "peft", "accelerate")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured.
+def shared(bench: Bench, *names: str) -> list[Path] | None:
+    """Files of `--shared`; None, and a row that says so, where one is missing."""
+    places = [(bench.asked.shared or ROOT.parent / "shared" / "data") / name for name in names]
+    absent = [name for name, place in zip(names, places, strict=True) if not place.exists()]
+    if absent:
+        bench.say(f"{bench.part}: skipped, as --shared has no {', '.join(absent)}", None)
+    return None if absent else [place.resolve() for place in places]
 
-    rounds: times that rows are encoded
-    rows: of train.jsonl; None = all
-    starts: processes of each kind that open a stream, or whose memory is measured
-    layers: of the model whose checkpoints, export and shards are measured
-    steps: of each loop; the first `warm` of them are not counted
-    turns: runs of each contender beside TRL, each of `first` steps and `after` more
+
+# Conversations
+
+BLOCKS, SEQ_LEN = 32, 1024
+LONG = 1 << 14  # more ids than any row of the file has, so that `speed` counts whole rows
+CHUNK = 64  # rows of a turn; a lane encodes as many at once
+
+
+def conversations(bench: Bench, train: Path, tokenizer: Path) -> Path:
+    """The config of a run on them."""
+    return config_of(
+        bench.folder,
+        rows=BLOCKS,
+        seq_len=SEQ_LEN,
+        model={"config": {"model_type": "llama"}, "tokenizer": str(tokenizer)},
+        data={"sources": [{"path": str(train)}]},
+        chat={"too_long": "truncate"},
+    )
+
+
+def speed(bench: Bench) -> None:
+    import tokenizers
+
+    from llmtrain.data.tokens.encode import Encoder, open_chat
+    from llmtrain.data.tokens.tokenizer import open_tokenizer
+
+    if (places := shared(bench, TRAIN, QWEN3)) is None:
+        return
+    manifest, directory = prepared(conversations(bench, *places))
+    opened = open_tokenizer(directory, manifest.tokenizer.backend)
+    encoder = Encoder(opened, open_chat(directory, manifest.chat, LONG, opened))
+    source = manifest.sources[0]
+    rows = [row for row in places[0].read_text("utf-8").split("\n") if row.strip()]
+    rows = rows[: bench.sizes.rows]
+    chunks = [rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK)]
+    texts, found = texts_of(encoder, source, chunks)
+    bare = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    bare.no_truncation()
+    bare.no_padding()
+
+    def encode(some: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in bare.encode_batch_fast(some, add_special_tokens=False)]
+
+    works: dict[str, Callable[[int], object]] = {
+        "ours": lambda n: encoder.documents(source, chunks[n]),
+        "bare": lambda n: encode(texts[n]),
+    }
+    best: dict[str, dict[int, float]] = {name: {} for name in works}
+    for _ in range(bench.sizes.rounds):
+        for n, (name, work) in product(range(len(chunks)), works.items()):
+            began = time.process_time()
+            work(n)
+            spent = time.process_time() - began
+            best[name][n] = min(spent, best[name].get(n, spent))
+    seconds = {name: sum(least.values()) for name, least in best.items()}
+    ids = sum(len(one.ids) for one in found)
+    again = sum(len(one) for chunk in texts for one in encode(chunk))
+    more = {"rows": len(rows), "ids": ids, "ids_of_the_bare_encode": again}
+    name = "rows to ids and masks, Qwen3"
+    bench.say(name, ids / seconds["ours"], "tokens/s", "≥ 150,000", **more)
+    ratio = seconds["bare"] / seconds["ours"]
+    bench.say("  of a bare encode of the texts of the same sequences", ratio, "×", "≥ 0.4")
+    bench.say("  that bare encode", again / seconds["bare"], "tokens/s")
+
+
+def texts_of(
+    encoder: Any, source: Any, chunks: Sequence[Sequence[str]]
+) -> tuple[list[list[str]], list[Any]]:
+    """The texts of the sequences of each chunk, and the encoded rows of all."""
+    from llmtrain.data.chat import chat
+    from llmtrain.data.chat.encode import unmark
+
+    texts, found, original = list[list[str]](), list[Any](), chat.to_sequences
+
+    def to_sequences(encoder: Any, turns: Any, *more: Any) -> Any:
+        texts[-1].append(unmark(str(turns[-1].text)))
+        return original(encoder, turns, *more)
+
+    with mock.patch.object(chat, "to_sequences", to_sequences):
+        for chunk in chunks:
+            texts.append([])
+            found += encoder.documents(source, chunk)
+    return texts, found
+
+
+def opening(bench: Bench) -> None:
+    import numpy as np
+
+    if (places := shared(bench, TRAIN, QWEN3)) is None:
+        return
+    path = conversations(bench, *places)
+    fill, steps = walk_epoch(path)
+    middle, file = len(steps) // 2, bench.folder / "middle.npy"
+    np.save(file, steps[middle - 1])
+    resumed = f"that of a resume at step {middle} of {len(steps)}"
+    asked: dict[str, tuple[int, str]] = {"the first batch": (0, "")}
+    asked[resumed] = (middle * BLOCKS, str(file))
+    costs: dict[str, list[dict[str, float]]] = {name: [] for name in asked}
+    for _, name in turns(asked, bench.sizes.starts):
+        place = dict(zip(("block", "cursors"), asked[name], strict=True))
+        costs[name].append(apart(__file__, {"what": "open", "config": str(path), **place}))
+    for name, found in costs.items():
+        batch = [cost["batch"] for cost in found]
+        both = [cost["batch"] + cost["tokenizer"] for cost in found]
+        more = {"most": max(batch), "lanes": len(steps[0])}
+        bench.say(f"{name}: {BLOCKS} blocks of {SEQ_LEN:,}", min(batch), "s", "≤ 1", **more)
+        name = "  with its tokenizer and template, opened and checked"
+        bench.say(name, min(both), "s", "≤ 1", most=max(both))
+    blocks = len(steps) * BLOCKS
+    bench.say("fill of the blocks of an epoch", fill, "", "≥ 0.97", blocks=blocks)
+
+
+def walk_epoch(path: Path) -> tuple[float, list[Any]]:
+    """Read blocks until every lane has finished its first epoch.
+
+    Returns the share of positions that are not padding, and all cursors after each step.
     """
+    import numpy as np
 
-    rounds: int = 5
-    rows: int | None = None
-    starts: int = 5
-    layers: int = 16
-    steps: int = 80
-    warm: int = 10
-    turns: int = 2
-    first: int = 50
-    after: int = 10
+    from llmtrain.data.documents.reader import Reader, Reading
+    from llmtrain.data.lanes import Lanes
+    from llmtrain.data.tokens.encode import open_encoder
+
+    manifest, directory = prepared(path)
+    cursors = np.zeros((manifest.lanes, len(manifest.sources), 4), np.int64)
+    reader, steps, filled = Reader(Reading(600)), list[Any](), 0
+    lanes = Lanes(manifest, open_encoder(directory, manifest), reader, cursors.copy(), 0)
+    while not (cursors[:, :, 0] > 0).all():
+        for g in range(len(steps) * BLOCKS, (len(steps) + 1) * BLOCKS):
+            block = lanes.take(g)
+            filled += sum(span.stop - span.start for span in block.spans)
+            cursors[g % manifest.lanes] = block.cursors
+        steps.append(cursors.copy())
+    return filled / (len(steps) * BLOCKS * (SEQ_LEN + 1)), steps
 
 
-QUICK = Sizes(rounds=1, rows=300, starts=1, layers=2, steps=12, warm=6, turns=1, first=2, after=2)
+def open_once(config: str, block: int, cursors: str) -> dict[str, float]:
+    """Open the stream, in a process that has imported what every run imports before."""
+    import numpy as np
+
+    from llmtrain.data import stream  # noqa: F401
+    from llmtrain.data.survey import differing_tokenizer
+    from llmtrain.data.tokens.encode import open_encoder
+
+    manifest, directory = prepared(Path(config))
+    began = time.process_time()
+    encoder = open_encoder(directory, manifest)
+    assert not differing_tokenizer(manifest, encoder)
+    opened = time.process_time()
+    place = {"next_block": block, "cursors": np.load(cursors) if cursors else None}
+    with harness.stream_of(manifest, directory, BLOCKS, encoder=encoder, **place) as batches:
+        next(batches)
+        return {"tokenizer": opened - began, "batch": time.process_time() - opened}
 
 
-class Bench:
-    """The table, and what the parts share.
+# Runs of one step, from the same random weights
 
-    shared: the directory with conversations and tokenizers
-    trl: the interpreter of an environment with TRL; None = there is none
-    folder: a place for files, deleted at the end
+MIB = 1 << 20
+SHARD_GB = 0.1
+RANKS = 2
+WIDE = llama(1024, 16, 16, 2816, 32_000, 256) | {"tie_word_embeddings": False}
+LAYERS_OF_500_MB = 5
+# All but the norms: a whole checkpoint, without gradients and moments of all weights in memory.
+FROZEN = ["*embed*", "*proj*", "lm_head*"]
+
+
+def base_of(directory: Path, **shape: Any) -> Path:
+    """A directory with random weights and the sample's tokenizer."""
+    if not directory.exists():
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(3)
+        LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(SAMPLE / name, directory / name)
+    return directory
+
+
+def one_step(bench: Bench, name: str, layers: int = 0, **sections: Any) -> Path:
+    """The config of a run of one step. layers: 0 = as many as the sizes say."""
+    layers = layers or bench.sizes.layers
+    base = base_of(bench.folder / f"base-{layers}", **(WIDE | {"num_hidden_layers": layers}))
+    model = {"from": str(base), "activation_checkpointing": "none", **sections.pop("model", {})}
+    return config_of(
+        bench.folder / name,
+        rows=RANKS,
+        seq_len=32,
+        model=model,
+        training={"micro_batch_size": 1},
+        optimizer={"warmup_steps": 1},
+        **sections,
+    )
+
+
+def run_of(bench: Bench, name: str, **sections: Any) -> tuple[Path, float]:
+    """The directory of such a run that has finished, and the MB of its base."""
+    path = one_step(bench, name, **sections)
+    command = [sys.executable, "-m", "llmtrain", "train", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    bases = (bench.folder / f"base-{bench.sizes.layers}").glob("*.safetensors")
+    return path.parent / "run", sum(map(tensor_bytes, bases)) / 1e6
+
+
+def tensor_bytes(path: Path) -> int:
+    """The bytes of the tensors in a safetensors file, without its header."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def checkpoint(bench: Bench) -> None:
+    run_dir, base_mb = run_of(bench, "lora", adapter=LORA)
+    (directory,) = (run_dir / "checkpoints").glob("step-*")
+    tokenizer = {path.name for path in (run_dir / "tokenizer").iterdir()}
+    files = [path for path in directory.iterdir() if path.name not in tokenizer]
+    tensors = sum(tensor_bytes(path) for path in files if path.suffix == ".safetensors")
+    whole = sum(path.stat().st_size for path in files)
+    name = f"LoRA (r = {LORA['r']}) checkpoint over its tensors, of {tensors / 1e6:.1f} MB"
+    bench.say(name, whole / tensors, "×", "≤ 1.05", base_mb=base_mb)
+    bench.say("  headers, configs, state and manifest", (whole - tensors) / 1e3, "kB")
+
+
+def export(bench: Bench) -> None:
+    whole, mb = run_of(bench, "whole", model={"freeze": FROZEN})
+    adapted, _ = run_of(bench, "lora", adapter=LORA)
+    out = bench.folder / "exported"
+    more = ["--out", str(out), "--shard-gb", str(SHARD_GB), "--no-verify"]
+    commands = {"imports": [], "models": ["models"]}
+    commands[f"export, a model of {mb:,.0f} MB"] = ["export", str(whole), *more]
+    merged = ["export", str(adapted), "--merge-adapters", *more]
+    commands[f"export --merge-adapters, on {mb:,.0f} MB"] = merged
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    for _, name in turns(commands, bench.sizes.starts):
+        row = apart(__file__, {"what": "memory", "command": commands[name]})
+        found[name].append(row["peak_mb"] * 1e6 / MIB)
+        shutil.rmtree(out, ignore_errors=True)
+    imports, models = (statistics.median(found.pop(name)) for name in ("imports", "models"))
+    goal = f"≤ {2 * SHARD_GB * 1024:.1f}"
+    bench.say("a process that has imported torch and transformers", imports, "MiB")
+    for name, peaks in found.items():
+        peak, ends = statistics.median(peaks), f"{min(peaks):.0f} … {max(peaks):.0f}"
+        bench.say(f"{name}: peak above that", peak - imports, "MiB", goal, peaks=ends)
+        name = "  above one that has imported transformers' PreTrainedModel, too"
+        bench.say(name, peak - models, "MiB", goal, models=models)
+
+
+def memory_of(command: list[str]) -> dict[str, float]:
+    """The peak of this process, which runs a command of llmtrain or imports the libraries.
+
+    command: models = the base class of transformers' models is imported as well
     """
+    if command not in ([], ["models"]):
+        from llmtrain.cli.main import main
 
-    def __init__(self, shared: Path, trl: Path | None, folder: Path, sizes: Sizes) -> None:
-        self.shared, self.trl, self.folder, self.sizes = shared, trl, folder, sizes
-        self.table: list[dict[str, Any]] = []
-        self.part = ""
+        try:
+            main(command)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        return {"peak_mb": harness.peak_mb()}
+    import torch  # noqa: F401
+    import transformers
 
-    def say(self, name: str, figure: float | None, unit: str, goal: str = "", **more: Any) -> None:
-        """Add a line. goal: "≥ 0.4" or "≤ 1"; none: a figure to compare with."""
-        met = None
-        if goal and figure is not None:
-            sign, limit = goal.replace(",", "").split()
-            met = figure >= float(limit) if sign == "≥" else figure <= float(limit)
-        load = round(os.getloadavg()[0], 1)
-        row = {"bench": "finetune", "part": self.part, "name": name, "figure": figure}
-        self.table.append({**row, "unit": unit, "goal": goal, "met": met, "load": load, **more})
-        verdict = {True: "met", False: "MISSED", None: ""}[met]
-        text = "not measured" if figure is None else f"{figure:12,.3f} {unit}"
-        print(f"{name:<70} {text:<22} {goal:<10} {verdict:<6} (load {load})", flush=True)
+    if command:  # it is imported when it is asked for
+        assert transformers.PreTrainedModel
+    return {"peak_mb": harness.peak_mb()}
+
+
+def shards(bench: Bench) -> None:
+    """The memory of the ranks of a sharded run while they get their weights.
+
+    The model is hardly larger than 500 MB, for which the goal is set: of a smaller shard, what the
+    libraries take is a larger share.
+    """
+    layers = min(LAYERS_OF_500_MB, bench.sizes.layers)
+    path = one_step(bench, "sharded", layers, distributed={"strategy": "fsdp2"})
+    first, second = harness.ranks(__file__, {"what": "rank", "config": str(path)}, RANKS)
+    sizes = [f"{second[key] / 1e6:,.0f}" for key in ("shard", "model")]
+    name = f"rank 1 of {RANKS}, shard {' MB of '.join(sizes)}"
+    above = {key: second[key] - second["before"] for key in ("peak", "after")}
+    bench.say(f"{name}: peak while it loads", above["peak"] / second["shard"], "×", "≤ 1.2")
+    bench.say("  once it is loaded", above["after"] / second["shard"], "×")
+    top = (first["peak"] - first["before"]) / first["model"]
+    bench.say("  rank 0, which reads the weights: peak over the whole model", top, "×")
+
+
+def load_as_rank(config: str) -> None:
+    """Load a model as a rank of a run does, print its memory, and leave before the first step."""
+    import torch
+
+    from llmtrain.cli.rank import train_here
+    from llmtrain.distributed.engines.state import local
+    from llmtrain.metrics import memory
+    from llmtrain.training.start import weights
+
+    cpu, seen = torch.device("cpu"), dict[str, int]()
+    build, prepare = weights._build, weights._prepare
+
+    def built(*given: Any) -> Any:
+        seen["before"] = memory.reset_peak(cpu)
+        return build(*given)
+
+    def loaded(model: Any, processes: Any, *more: Any) -> Any:
+        prepare(model, processes, *more)
+        seen["peak"], seen["after"] = memory.peak_bytes(cpu), memory.resident_bytes()
+        seen["shard"] = sum(local(one).nbytes for one in model.bare.parameters())
+        seen["model"] = sum(one.nbytes for one in model.bare.parameters())
+        print(f"\n{json.dumps(seen)}", flush=True)
+        processes.launched.ranks.vote(None)
+        os._exit(0)
+
+    weights._build, weights._prepare = built, loaded
+    train_here(config, [])
+
+
+# A LoRA run's step beside a loop of peft, as one writes it
+
+SMALL = llama(256, 4, 4, 704, 2048, 128)
+ROWS, RATE, SEED = 4, 1e-4, 42
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def step(bench: Bench) -> None:
-    """Measure a step; what its loops need is imported with the module."""
-    import _finetune_step
+    from loop import OPTIMIZER, blocks, by_hand, ours
 
-    _finetune_step.step(bench)
+    import llmtrain
 
-
-PARTS: dict[str, Callable[[Bench], None]] = {
-    "speed": speed,
-    "opening": opening,
-    "checkpoint": checkpoint,
-    "export": export,
-    "shards": shards,
-    "step": step,
-    "trl": trl,
-}
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shared", type=Path)
-    parser.add_argument("--trl", type=Path, metavar="PYTHON")
-    parser.add_argument("--turns", type=int, help="runs of each contender beside TRL")
-    parser.add_argument("--quick", action="store_true", help="a look whether it works")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    shared = asked.shared or Path(__file__).resolve().parents[2] / "shared" / "data"
-    about = machine() | {name: version(name) for name in PACKAGES}
-    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = QUICK if asked.quick else Sizes()
-        sizes = replace(sizes, turns=asked.turns or sizes.turns)
-        bench = Bench(shared.resolve(), asked.trl, Path(folder), sizes)
-        for part in asked.only:
-            bench.part = part
-            absent = [name for name in NEEDED.get(part, ()) if not (bench.shared / name).exists()]
-            if absent:
-                bench.say(f"{part}: skipped, as --shared has no {', '.join(absent)}", None, "")
-            elif part == "trl" and bench.trl is None:
-                bench.say("trl: skipped, as no --trl names an environment with it", None, "")
-            else:
-                PARTS[part](bench)
-    if asked.json:
-        # Each row has the load of its own time.
-        rows = others(asked.json, asked.only) + [{**about, **row} for row in bench.table]
-        rows.sort(key=lambda row: list(PARTS).index(row["part"]))
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        asked.json.write_text("".join(lines), "utf-8")
+    steps, warm = bench.sizes.steps, bench.sizes.warm
+    base = base_of(bench.folder / "small", **SMALL)
+    path = config_of(
+        bench.folder,
+        steps=steps,
+        rows=ROWS,
+        seq_len=128,
+        model={"from": str(base), "tokenizer": "sample", "activation_checkpointing": "none"},
+        adapter=LORA,
+        training={"micro_batch_size": ROWS},
+        optimizer=OPTIMIZER | {"learning_rate": RATE},
+        checkpoint={"every_steps": 10 * steps},
+    )
+    config = llmtrain.load_config(path)
+    batches = blocks(config, steps)
+    work: dict[str, Contender] = {
+        name: lambda turn, _, made=made: by_hand(turn, iter(batches), *made)
+        for name, made in (("peft", peft_model(base)), ("peft again", peft_model(base)))
+    }
+    work["llmtrain"] = lambda turn, all_through: ours(turn, config, all_through)
+    seconds, losses = harness.step_by_step(work, steps)
+    counted = {name: found[1 + warm :] for name, found in seconds.items()}
+    least = {name: min(found) for name, found in counted.items()}
+    middle = {name: statistics.median(found) for name, found in counted.items()}
+    more = {"last_losses": losses, "shape": {**SMALL, "seq_len": 128, "rows": ROWS}}
+    bench.say("a LoRA step of peft, transformers and torch", 1e3 * least["peft"], "ms")
+    ratio = least["llmtrain"] / least["peft"]
+    bench.say("  llmtrain's over that, minima", ratio, "×", "≤ 1.05", **more)
+    bench.say("  medians", middle["llmtrain"] / middle["peft"], "×")
+    bench.say("  the same loop of peft over that, minima", least["peft again"] / least["peft"], "×")
+    bench.say("  last loss, llmtrain's less that of peft", losses["llmtrain"] - losses["peft"], "")
 
 
-def others(path: Path, parts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of an earlier run for the parts that are not measured now."""
-    if not path.is_file():
-        return []
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return [row for row in rows if row["part"] not in parts]
+def peft_model(base: Path) -> tuple[Any, Any, list[Any]]:
+    """The model that the run trains, by transformers and peft; its optimizer and parameters."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(SEED)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=LINEAR
+    )
+    model = get_peft_model(plain, settings).train()
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if name in n], "weight_decay": decay}
+        for name, decay in (("lora_A", 0.1), ("lora_B", 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
+    return model, optimizer, [p for p in model.parameters() if p.requires_grad]
+
+
+def trl(bench: Bench) -> None:
+    if (places := shared(bench, TRAIN, GPT2)) is None:
+        return
+    if bench.asked.trl is None:
+        bench.say("trl: skipped, as no --trl names an environment with it", None)
+    else:
+        compare(bench, __file__, *places)
 
 
 if __name__ == "__main__":
-    # Before anything is imported that reads them. Processes that are started inherit all of it.
-    threads = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    os.environ |= {**dict.fromkeys(threads, "1"), "TOKENIZERS_PARALLELISM": "false"}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    one_core()
-    main()
+    parts = {"speed": speed, "opening": opening, "checkpoint": checkpoint, "export": export}
+    parts |= {"shards": shards, "step": step, "trl": trl}
+    children = {"open": open_once, "memory": memory_of, "rank": load_as_rank, "trl": contender}
+    paths = {"shared": False, "trl": False}  # a folder of data; an interpreter that has TRL
+    harness.main(__doc__, parts, SIZES, paths=paths, child=children)

@@ -1,229 +1,360 @@
-"""How near llmtrain comes to what one GPU can do, beside a bare loop and transformers' Trainer.
+"""How near does llmtrain come to what one GPU can do, beside a bare loop and the Trainer?
 
-    python benchmarks/gpu.py [--seconds 500] [--only NAME …] [--device cpu] [--json FILE]
-
-Each row is a process with a time limit of its own; what does not fit into --seconds is left out and
-says so. The order is that of interest: the ceilings of the device, GPT-2 124M and what is measured
-once, Llama 1B, GPT-2 350M and 1.5B. NAME: a shape (124M, llama-1b, 350M, 1.5B) or a part (train,
-loss, attention, sync, save). Out of memory halves the rows of a step. 30 steps of which 10 warm up;
-the figure is the median of the others, timed by the GPU. All train on the same blocks of the
-built-in sample from the same weights, so the losses of the last step agree, and mean nothing else.
-
-    bare         a loop by hand with llmtrain's attention and loss; eager or with compiled blocks
-    llmtrain     with its data, clipping and log
-    Trainer      bf16, the same blocks; and with torch_compile
-    loss         head and loss alone: transformers' path, ours in chunks, torch's
-    attention    each kernel alone, and runs with it
-    sync         20 steps in which a wait for the device is an error
-    save         how long two saves hold up the training, beside torch.save
-
-Without a GPU it ends with 2. `--device cpu --only tiny` rehearses every row with a tiny shape.
+The same model, weights and blocks in bf16; 20 of 30 steps count. `mfu` counts attention over whole
+rows, `mfu_causal` half of it, recomputation never. `memory` is the measured peak over the planned
+one without its reserve. No GPU has run it yet: without one it ends with 2, and `--quick` rehearses
+it on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
+import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from _gpu_rows import (
-    REHEARSED,
-    REHEARSED_WARM,
-    SHAPES,
-    STEPS,
-    WARM,
-    Row,
-    compare,
-    compare_losses,
-    rows_of,
-)
-from _rows import Table, measure, one_core
+from harness import Bench, around, config_of, llama, main, measure, one_core, peak_mb
 
-DRIFT = 0.03  # of the ceiling between start and end, from which on the rates are in doubt
+STEPS, WARM, SAVES_AT = 30, 10, (4, 8)
+RATE, BETAS, SEED = 1e-4, (0.9, 0.95), 42
 
 
-@dataclass
-class Session:
-    """One call of the program.
-
-    until: on the clock of `time.monotonic`
-    peak: operations a second that the vendor names; None on a CPU
-    rates: tokens a second, by row
-    ceilings: TFLOP/s at the start and the end
+class Shape(NamedTuple):
+    """A model. blocks: layers, width of the heads together, parameters of a block in products;
+    rows: blocks in a step; floor: of tokens a second on one H200.
     """
 
-    table: Table
-    device: str
-    name: str
-    until: float
-    peak: float | None
-    rates: dict[str, float] = field(default_factory=dict)
-    ceilings: list[float] = field(default_factory=list)
+    config: dict[str, Any]
+    blocks: tuple[int, int, int]
+    seq_len: int
+    rows: int
+    floor: int = 0
 
-    def run(self, row: Row) -> None:
-        """Measure a row, or say why not."""
-        why = why_not(row, self.device, self.until - time.monotonic())
-        if why:
-            self.table.say(row.name, None, device=self.name, note=why)
-        elif row.script == "_gpu_parts.py":
-            self._part(row)
-        else:
-            self._training(row)
-
-    def _part(self, row: Row) -> None:
-        asked = {"part": row.part, "device": self.device}
-        found, wrong = measure(row.script, asked, self._limit(row))
-        if row.part == "ceiling":
-            self.ceilings += [one["tflops"] for one in found]
-        for one in found:
-            name, figure, unit = described(row, one)
-            self.table.say(name, figure, unit, device=self.name, **one)
-        if row.part == "loss":
-            compare_losses(self.table, found, self.device)
-        if wrong:
-            self.table.say(row.name, None, device=self.name, note=wrong)
-
-    def _training(self, row: Row) -> None:
-        size = SHAPES[row.shape].rows
-        found: list[dict[str, Any]] = []
-        wrong = "out of memory"
-        while size and self.until > time.monotonic():
-            with tempfile.TemporaryDirectory() as folder:
-                asked = self._asked(row, size, folder)
-                found, wrong = measure(row.script, asked, self._limit(row))
-            if wrong or not found[-1].get("out_of_memory"):
-                break
-            size, wrong = size // 2, "out of memory"
-        if wrong:
-            self._failed(row, wrong)
-        elif row.part == "sync":
-            self._synced(row, 0)
-        elif row.part == "save":
-            self._saved(row, found[-1])
-        else:
-            self._trained(row, found[-1])
-
-    def _asked(self, row: Row, size: int, folder: str) -> dict[str, Any]:
-        rehearsed = self.device == "cpu"
-        steps = {"steps": REHEARSED, "warm": REHEARSED_WARM} if rehearsed else {}
-        if row.part == "save":
-            steps = {"steps": 10}  # two saves, and steps behind them
-        asked = {"steps": STEPS, "warm": WARM} | steps | {"shape": row.shape, "rows": size}
-        asked["warm"] = min(asked["warm"], asked["steps"] - 1)
-        return asked | {"device": self.device, "folder": folder} | row.asked
-
-    def _trained(self, row: Row, one: dict[str, Any]) -> None:
-        shape, rate = SHAPES[row.shape], one["tokens_per_second"]
-        self.rates[row.name] = rate
-        shares = {
-            name: rate * shape.flops(causal=causal) / self.peak if self.peak else None
-            for name, causal in (("mfu", False), ("mfu_causal", True))
-        }
-        more = {"shape": row.shape, "seq_len": shape.seq_len, "ceilings_tflops": self.ceilings}
-        precision = "fp32" if self.device == "cpu" else "bf16"
-        more |= {"device": self.name, "precision": precision, **shares, **one}
-        self.table.say(row.name, rate, "tokens/s", **more)
-
-    def _synced(self, row: Row, waits: int) -> None:
-        if self.device == "cpu":
-            note = "its steps ran unchecked: only CUDA can make a wait an error"
-            return self.table.say(row.name, None, device=self.name, note=note)
-        return self.table.say(row.name, waits, "waits in 20 steps", "≤ 0", device=self.name)
-
-    def _saved(self, row: Row, one: dict[str, Any]) -> None:
-        judged = self.device != "cpu"
-        plain = one["torch_save_seconds"]
-        more = {"device": self.name, "bytes": one["bytes"]}
-        for name, blocked in zip(("the first", "the second"), one["blocked_seconds"], strict=True):
-            goal = "≤ 1" if judged else ""
-            self.table.say(f"{row.name}: blocked, {name}", blocked, "s", goal, **more)
-            goal = "≥ 10" if judged else ""
-            self.table.say(
-                f"{row.name}: torch.save over {name}", plain / blocked, "×", goal, **more
-            )
-
-    def _failed(self, row: Row, wrong: str) -> None:
-        if row.part == "sync" and "synchroniz" in wrong:
-            self.table.say(row.name, 1, "wait or more", "≤ 0", device=self.name, note=wrong)
-        else:
-            self.table.say(row.name, None, device=self.name, note=wrong)
-
-    def _limit(self, row: Row) -> float:
-        return max(1.0, min(row.limit, self.until - time.monotonic()))
+    def flops(self, *, causal: bool) -> float:
+        """The operations of a token: forward and backward, nothing recomputed."""
+        layers, width, parameters = self.blocks
+        count = layers * parameters + self.config["vocab_size"] * width
+        return 6.0 * count + (6 if causal else 12) * layers * width * self.seq_len
 
 
-def why_not(row: Row, device: str, seconds_left: float) -> str:
-    """Return why a row is left out; "" if it is measured."""
-    if device == "cpu" and row.asked.get("attention_backend") in ("flash", "cudnn"):
-        return f"a CPU cannot: {row.asked['attention_backend']} attention is refused without CUDA"
-    needed = min(row.seconds, 20) if device == "cpu" else row.seconds  # a tiny shape
-    if seconds_left < needed:
-        return f"left out: it takes about {needed:.0f} s, {max(0, seconds_left):.0f} s are left"
-    return ""
+def gpt2(layers: int, heads: int, width: int, rows: int, floor: int = 0) -> Shape:
+    seq_len, vocabulary = (1024, 50_304) if floor else (64, 2048)
+    config = {"model_type": "gpt2", "vocab_size": vocabulary, "n_positions": seq_len}
+    config |= {"n_layer": layers, "n_head": heads, "n_embd": width}
+    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config |= {"activation_function": "gelu_pytorch_tanh"}  # gelu_new: the same in eight kernels
+    return Shape(config, (layers, width, 12 * width**2), seq_len, rows, floor)
 
 
-def described(row: Row, one: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Return the name, figure and unit of a row that trains nothing."""
-    if row.part == "ceiling":
-        return row.name, one["tflops"], "TFLOP/s"
-    if row.part == "loss":
-        name = f"loss, V {one['vocabulary']:,}, {one['tokens']:,} tokens: {one['path']}"
-    else:
-        name = f"attention {tuple(one['size'])}: {one['backend'].lower()}"
-    seconds = one.get("seconds")
-    return name, seconds if seconds is None else 1e3 * seconds, "ms"
+LLAMA_1B = {"model_type": "llama", "num_key_value_heads": 8, "bos_token_id": 0, "eos_token_id": 0}
+LLAMA_1B |= {"pad_token_id": 0, **llama(2048, 16, 32, 8192, 128_256, 2048)}
+A_BLOCK = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
+SHAPES = {
+    "124M": gpt2(12, 12, 768, 64, 420_000),
+    "llama-1b": Shape(LLAMA_1B, (16, 2048, A_BLOCK), 2048, 8, 52_000),
+    "350M": gpt2(24, 16, 1024, 32, 160_000),
+    "1.5B": gpt2(48, 25, 1600, 16, 45_000),
+    "tiny": gpt2(2, 2, 64, 4),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llmtrain, blocks compiled": {"kind": "llmtrain", "compile": "blocks"},
+    "bare, blocks compiled": {"kind": "bare", "compile": "blocks"},
+    "Trainer": {"kind": "trainer"},
+    "Trainer, torch_compile": {"kind": "trainer", "torch_compile": True},
+    "llmtrain, eager": {"kind": "llmtrain"},
+    "bare, eager": {"kind": "bare"},
+}
 
 
-def wanted(row: Row, only: Sequence[str]) -> bool:
-    """Whether a row is asked for; the ceilings always are."""
-    return not only or row.part == "ceiling" or bool({row.shape, row.part} & {*only})
+def row(bench: Bench, name: str, shape: str, **asked: Any) -> dict[str, Any] | None:
+    """Measure in a process of its own; None, and a row with the reason, if that fails."""
+    asked |= {"shape": shape, "rows": SHAPES[shape].rows, "steps": bench.sizes.steps}
+    with TemporaryDirectory() as folder:
+        asked |= {"device": bench.sizes.device, "folder": folder}
+        found, wrong = measure(__file__, asked, bench.sizes.limit)
+    if not wrong:
+        return found[-1]
+    waited = asked.get("checked") and "synchroniz" in wrong
+    bench.say(name, 1 if waited else None, "", "≤ 0" if waited else "", note=wrong)
+    return None
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=500)
-    names = [*SHAPES, "train", "loss", "attention", "sync", "save"]
-    parser.add_argument("--only", nargs="+", choices=names, default=[])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.device == "cpu":
-        one_core()  # threads that wait for each other on a busy machine take minutes
-    name, peak = device_of(asked.device)
-    table = Table("gpu", asked.json)
-    session = Session(table, asked.device, name, time.monotonic() + asked.seconds, peak)
-    rows = [row for row in rows_of(asked.device) if wanted(row, asked.only)]
-    for row in rows:
-        session.run(row)
-    for shape in dict.fromkeys(row.shape for row in rows if row.part == "train"):
-        compare(table, shape, session.rates, asked.device)
-    if len(session.ceilings) == 2:
-        drift = abs(session.ceilings[1] / session.ceilings[0] - 1)
-        note = {"note": "the rates are in doubt"} if drift > DRIFT else {}
-        table.say("drift of the ceiling", 100 * drift, "%", device=name, **note)
+def train(bench: Bench) -> None:
+    peak = peak_of(bench)
+    for shape in bench.sizes.shapes:
+        rates: dict[str, float] = {}
+        for variant, asked in VARIANTS.items():
+            if found := row(bench, f"{shape}: {variant}", shape, **asked):
+                rates[variant] = rate = found["tokens_per_second"]
+                more = dict(found)
+                for key, causal in (("mfu", False), ("mfu_causal", True)):
+                    more[key] = rate * SHAPES[shape].flops(causal=causal) / peak if peak else None
+                bench.say(f"{shape}: {variant}", rate, "tokens/s", **more)
+        compare(bench, shape, rates)
 
 
-def device_of(device: str) -> tuple[str, float | None]:
-    """Return the name of the device and its peak; end with 2 where it is not there."""
+def compare(bench: Bench, shape: str, rates: Mapping[str, float]) -> None:
+    """Add the rows of goals; on a CPU the figures are a rehearsal, and none is judged."""
+    ours = {mode: rates.get(f"llmtrain, {mode}") for mode in ("eager", "blocks compiled")}
+    best = max((rate for rate in ours.values() if rate), default=None)
+    floor = SHAPES[shape].floor
+    rows = [("the better of llmtrain's", best, f"≥ {floor}")] if floor else []
+    for mode, rate in ours.items():
+        bare = rates.get(f"bare, {mode}")
+        ratio = bare / rate if bare and rate else None
+        rows.append((f"time of a step over the bare loop's, {mode}", ratio, "≤ 1.01"))
+    for name, goal in (("Trainer", "≥ 1.3"), ("Trainer, torch_compile", "≥ 1.15")):
+        ratio = best / rates[name] if best and name in rates else None
+        rows.append((f"tokens/s of llmtrain over {name}", ratio, goal))
+    for name, figure, goal in rows:
+        note = {} if figure else {"note": "not all of it was measured"}
+        bench.say(f"{shape}: {name}", figure, "", judged(bench, goal), **note)
+
+
+def sync(bench: Bench) -> None:
+    peak_of(bench)
+    for masked, what in ((False, "whole blocks"), (True, "document_mask")):
+        name, shape = f"waits for the device in 20 steps: {what}", bench.sizes.shapes[0]
+        asked = {"kind": "llmtrain", "checked": True, "document_mask": masked}
+        if row(bench, name, shape, **asked) and judged(bench, "≤ 0"):
+            bench.say(name, 0, "waits", "≤ 0")
+        elif not judged(bench, "≤ 0"):
+            bench.say(name, None, note="only CUDA can make a wait an error")
+
+
+def save(bench: Bench) -> None:
+    peak_of(bench)
+    shape = bench.sizes.shapes[-1]
+    if found := row(bench, f"{shape}: save", shape, kind="llmtrain", saved=True):
+        for which, blocked in enumerate(found["blocked_seconds"], 1):
+            size, ratio = found["bytes"], found["torch_save_seconds"] / blocked
+            goal = judged(bench, "≤ 1")
+            bench.say(f"{shape}: save {which}: blocked", blocked, "s", goal, bytes=size)
+            goal = judged(bench, "≥ 10")
+            bench.say(f"{shape}: torch.save over save {which}", ratio, "×", goal)
+
+
+def memory(bench: Bench) -> None:
+    peak_of(bench)
+    for shape, strategy in product(bench.sizes.shapes, ("ddp", "fsdp2", "fsdp2_offload")):
+        name = f"{shape}, {strategy}: measured peak over the plan's"
+        if found := row(bench, name, shape, kind="llmtrain", strategy=strategy):
+            ratio = found["measured_gb"] / found["planned_gb"]
+            bench.say(name, ratio, "×", **found)
+
+
+def judged(bench: Bench, goal: str) -> str:
+    """The goal, which a rehearsal on a CPU does not have."""
+    return "" if bench.about["device"] == "cpu" else goal
+
+
+def peak_of(bench: Bench) -> float | None:
+    """Name the device in all rows and return its peak; end with 2 where it is not there."""
     import torch
 
-    if device == "cpu":
-        return "cpu", None
-    if not torch.cuda.is_available():
-        print("not measured: no GPU (--device cpu rehearses it)", file=sys.stderr)
-        sys.exit(2)
     from llmtrain.distributed.plan.speed import machine_of
 
-    name = torch.cuda.get_device_name()
-    machine = machine_of(name)
-    return name, machine.peak if machine else None
+    bench.about["device"] = bench.sizes.device
+    if bench.sizes.device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        print("not measured: no GPU (--quick rehearses it on a CPU)", file=sys.stderr)
+        sys.exit(2)
+    bench.about["device"] = torch.cuda.get_device_name()
+    machine = machine_of(bench.about["device"])
+    return machine.peak if machine else None
 
+
+# One row, in a process of its own
+
+
+class Clock:
+    """Takes the time of the last two thirds of the steps."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._asked, self._turns, self._began = asked, 0, 0.0
+        self._warm, self._cuda = asked["steps"] * WARM // STEPS, asked["device"] == "cuda"
+
+    def turn(self) -> None:
+        """A step begins."""
+        if self._turns == self._warm:
+            self._began = self._now()
+        self._turns += 1
+
+    def _now(self) -> float:
+        import torch
+
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def found(self, loss: float) -> dict[str, Any]:
+        import torch
+
+        asked = self._asked
+        seconds = (self._now() - self._began) / (asked["steps"] - self._warm)
+        peak = torch.cuda.max_memory_allocated() / 1e6 if self._cuda else peak_mb()
+        rate = asked["rows"] * SHAPES[asked["shape"]].seq_len / seconds
+        about = {key: asked[key] for key in ("shape", "rows", "steps")}
+        return {**about, "tokens_per_second": rate, "peak_mb": peak, "last_loss": loss}
+
+
+def child(**asked: Any) -> dict[str, Any]:
+    return {"bare": bare, "llmtrain": ours, "trainer": trainer}[asked["kind"]](asked)
+
+
+def config_for(asked: dict[str, Any]) -> Any:
+    from loop import OPTIMIZER
+
+    import llmtrain
+
+    shape, own = SHAPES[asked["shape"]], asked if asked["kind"] == "llmtrain" else {}
+    precision = "bf16" if asked["device"] == "cuda" else "fp32"
+    rows = asked["rows"] // (2 if "strategy" in own else 1)  # the plan is compared with two of them
+    path = config_of(
+        Path(asked["folder"]),
+        steps=asked["steps"],
+        rows=asked["rows"],
+        seq_len=shape.seq_len,
+        model={"config": shape.config, "tokenizer": "sample", "activation_checkpointing": "none"},
+        data={"document_mask": own.get("document_mask", False)},
+        distributed={key: own[key] for key in own if key == "strategy"},
+        training={"micro_batch_size": rows, "precision": precision}
+        | {key: own[key] for key in own if key == "compile"},
+        optimizer=OPTIMIZER | {"learning_rate": RATE, "weight_decay": 0.0},
+        checkpoint={"every_steps": SAVES_AT[0], "keep_best": 0, "keep_last": 2},
+    )
+    return llmtrain.load_config(path)
+
+
+def fresh_model(asked: dict[str, Any]) -> Any:
+    """The model that llmtrain begins with, built by transformers alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = dict(SHAPES[asked["shape"]].config)
+    torch.manual_seed(SEED)
+    config = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def bare(asked: dict[str, Any]) -> dict[str, Any]:
+    """A loop as one writes it by hand, with llmtrain's attention and loss."""
+    import torch
+    from loop import blocks, by_hand
+
+    from llmtrain.model import attention
+    from llmtrain.model.compile import compile_blocks
+    from llmtrain.model.loss import Head, LossModule, examine
+
+    cuda, seq_len = asked["device"] == "cuda", SHAPES[asked["shape"]].seq_len
+    batches, model = blocks(config_for(asked), asked["steps"]), fresh_model(asked)
+    attention.install(model, seq_len)
+    head = examine(model)
+    module = LossModule(model, head if isinstance(head, Head) else None)
+    if "compile" in asked:
+        compile_blocks(model, "blocks")
+    module.to(asked["device"])
+    parameters = list(module.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def loss_of(module: Any, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
+            return module(ids[:, :-1], ids[:, 1:].contiguous()) / (asked["rows"] * seq_len)
+
+    clock = Clock(asked)
+    batches = [ids.pin_memory() for ids in batches] if cuda else batches
+    moved = (ids.to(asked["device"], non_blocking=True) for ids in batches)
+    loss = by_hand(clock.turn, moved, module, optimizer, parameters, RATE, loss_of=loss_of)
+    return clock.found(loss)
+
+
+def trainer(asked: dict[str, Any]) -> dict[str, Any]:
+    """transformers' Trainer on the same blocks; all T positions are trained, as in llmtrain."""
+    from loop import blocks
+    from loop import trainer as train
+
+    clock, cpu = Clock(asked), asked["device"] == "cpu"
+    rows = [
+        {"input_ids": ids[:-1], "labels": ids[:-1], "shift_labels": ids[1:]}
+        for step in blocks(config_for(asked), asked["steps"])
+        for ids in step
+    ]
+    settings = {"max_steps": asked["steps"], "per_device_train_batch_size": asked["rows"]}
+    settings |= {"bf16": not cpu, "use_cpu": cpu, "torch_compile": "torch_compile" in asked}
+    settings |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": BETAS[1]}
+    settings |= {"remove_unused_columns": False}
+    return clock.found(train(clock.turn, fresh_model(asked), rows, asked["folder"], **settings))
+
+
+def ours(asked: dict[str, Any]) -> dict[str, Any]:
+    """llmtrain. It makes no checkpoint but those asked for: that of the last step takes minutes."""
+    import torch
+
+    import llmtrain
+
+    config, clock = config_for(asked), Clock(asked)
+    from llmtrain.rundir import contents, record
+    from llmtrain.training import saving
+    from llmtrain.training.start import weights
+
+    checked, more = asked.get("checked") and asked["device"] == "cuda", dict[str, Any]()
+
+    def begin(original: Any, run: Any, step: int) -> None:
+        clock.turn()
+        if checked and step == WARM + 1:
+            torch.cuda.set_sync_debug_mode("error")
+        original(run, step)
+
+    def finish(original: Any, run: Any) -> Any:
+        if checked:
+            torch.cuda.set_sync_debug_mode("default")
+        more.update(clock.found(0.0))
+        if asked.get("saved"):
+            shutil.rmtree(run.run_dir / "checkpoints")  # the disk may not hold a third
+            optimizer = run.engine._optimizer.state_dict()
+            state = {"model": run.built.bare.state_dict(), "optimizer": optimizer}
+            began = time.perf_counter()
+            with (run.run_dir / "torch.pt").open("wb") as file:
+                torch.save(state, file)  # noqa: TID251  # what is compared with
+                file.flush()
+                os.fsync(file.fileno())
+            more["torch_save_seconds"] = time.perf_counter() - began
+        return original(run)
+
+    def save(original: Any, run: Any, step: int) -> None:
+        if asked.get("saved") and step in SAVES_AT:
+            original(run, step)
+        else:
+            saving.commit(run)  # at the last step that of the one in flight
+
+    weights.check_room = lambda *given: None  # there is room for the two saves, or none is made
+    with around(begin=begin, finish=finish, save=save):
+        llmtrain.train(config)
+    lines = record.read(config.run_dir / contents.METRICS)
+    more["last_loss"] = [line["loss"] for line in lines if line["kind"] == "train"][-1]
+    if saves := [line for line in lines if line["kind"] == "checkpoint"]:
+        more["blocked_seconds"] = [line["blocked_seconds"] for line in saves]
+        more["bytes"] = saves[0]["bytes"]
+    events = [line for line in lines if line.get("event") == "memory_compared"]
+    return more | (events[-1]["detail"] if events else {})
+
+
+SIZES: dict[str, tuple[Any, Any]] = {
+    "shapes": (("124M", "llama-1b", "350M", "1.5B"), ("tiny",)),
+    "device": ("cuda", "cpu"),
+    "steps": (STEPS, 12),
+    "limit": (240, 120),  # seconds of a process
+}
 
 if __name__ == "__main__":
-    main()
+    if "--quick" in sys.argv:
+        one_core()  # threads that wait for each other on a busy machine take minutes
+    parts = {"train": train, "sync": sync, "save": save, "memory": memory}
+    main(__doc__, parts, SIZES, child=child, pinned=False)

@@ -1,27 +1,20 @@
-"""Head and loss: our chunks against transformers' logits and torch's kernel, in time and memory.
+"""What do head and loss cost in chunks, beside transformers' logits and torch's own kernel?
 
-    python benchmarks/head.py [--rounds 3] [--json FILE]
-
-2,048 tokens, hidden 192, a vocabulary of 50,304: the forward and backward of head and loss alone,
-in turns, in one thread. Times are the least CPU seconds of a thread; memory is what a process of
-its own needs at its peak beyond its operands. Rows in bf16 have no goal where a timed product shows
-that bf16 is not the faster precision of this machine.
-
-The last rows are those of conversations, of whose tokens a half or a quarter is trained, against
-the same loss with all of them trained, in the same turns.
+Forward and backward of 2,048 tokens, hidden 192, a vocabulary of 50,304, in one thread: the least
+CPU seconds, and what a process of its own needs at its peak beyond the operands. Of conversations a
+half or a quarter of the tokens is trained.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
-from _rows import Table, measure, one_core, peak_mb
+from harness import Bench, apart, main, peak_mb, turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,120 +22,106 @@ from llmtrain.distributed.engines.accelerator import cpu_rates
 from llmtrain.model.cross_entropy import linear_cross_entropy
 from llmtrain.types import NOT_TRAINED
 
-TOKENS, HIDDEN, VOCABULARY = 2048, 192, 50_304
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GOALS = {"fp32": "≤ 0.76", "bf16": "≤ 0.50"}
-MEMORY_GOAL = "≤ 0.15"
+GOALS = {"cpu": {"fp32": "≤ 0.76", "bf16": "≤ 0.50"}, "cuda": {"bf16": "≤ 1.10"}}  # of time
 SHARES = {0.5: "≤ 0.58", 0.25: "≤ 0.33"}  # trained share of the tokens → time over that of all
+Size = tuple[int, int, int]  # tokens, hidden, vocabulary
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def from_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As `ForCausalLMLoss` of transformers does it."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
 
-def by_torch(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """By the kernel of torch, with its own chunks."""
-    return F.linear_cross_entropy(hidden, weight, labels, reduction="sum")
+def some_trained(share: float, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return our loss of a share of the tokens, whose positions are known as they are in a run."""
+    draw = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    trained = draw[: int(share * len(labels))].sort().values
+    masked = torch.full_like(labels, NOT_TRAINED).index_copy_(0, trained, labels[trained])
+    return linear_cross_entropy(hidden, weight, masked, trained=trained)
 
 
-PATHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+PATHS: dict[str, Loss] = {
     "transformers": from_logits,
     "llmtrain": linear_cross_entropy,
-    "torch": by_torch,
+    "torch": partial(F.linear_cross_entropy, reduction="sum"),  # with its own chunks
+    **{f"llmtrain, {share:.0%} trained": partial(some_trained, share) for share in SHARES},
 }
 
 
-def some_trained(share: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return our loss of a share of the tokens, whose positions are known as they are in a run."""
-    draw = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
-    trained = draw[: int(share * TOKENS)].sort().values
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        masked = torch.full_like(labels, NOT_TRAINED).index_copy_(0, trained, labels[trained])
-        return linear_cross_entropy(hidden, weight, masked, trained=trained)
-
-    return loss
+def operands(size: Size, device: str) -> tuple[Tensor, ...]:
+    """Hidden and weight, leaves in fp32, and labels."""
+    tokens, hidden, vocabulary = size
+    torch.manual_seed(0)
+    states = torch.randn(tokens, hidden, device=device).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, device=device).mul_(0.02).requires_grad_()
+    return states, weight, torch.randint(vocabulary, (tokens,), device=device)
 
 
-def of_share(share: float) -> str:
-    """Return the name of our path with a share of the tokens."""
-    return f"llmtrain, {share:.0%} trained"
+def seconds(path: str, precision: str, given: tuple[Tensor, ...]) -> float:
+    """Of one forward and backward: CPU time, or the time of a GPU."""
+    device = given[0].device.type
 
+    def clock() -> float:
+        if device == "cpu":
+            return time.thread_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
-PATHS |= {of_share(share): some_trained(share) for share in SHARES}
-
-
-def operands() -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden and weight, leaves in fp32, and labels."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).mul_(0.02).requires_grad_()
-    return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-
-
-def once(path: str, precision: str) -> float:
-    """Return the CPU seconds of one forward and backward."""
-    hidden, weight, labels = operands()
-    began = time.thread_time()
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = PATHS[path](hidden, weight, labels)
+    began = clock()
+    with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+        loss = PATHS[path](*given)
     loss.backward()
-    return time.thread_time() - began
+    return clock() - began
 
 
-def extra_mb(path: str, precision: str) -> float:
-    """Return the MB that a forward and backward add to the peak of a process of its own."""
-    found, wrong = measure("head.py", {"path": path, "precision": precision}, 300)
-    if wrong:
-        sys.exit(f"{path}: {wrong}")
-    return float(found[-1]["extra_mb"])
+def extra_mb(path: str, precision: str, size: Size, device: str) -> dict[str, float]:
+    """The MB that a forward and backward add to the peak of this process, or of the GPU."""
+
+    def peak() -> float:
+        return peak_mb() if device == "cpu" else torch.cuda.max_memory_allocated() / 1e6
+
+    given = operands(size, device)
+    _ = given[1] @ torch.ones(size[1], device=device)  # the libraries' own buffers
+    before = peak()
+    seconds(path, precision, given)
+    return {"extra_mb": peak() - before}
 
 
-def alone(path: str, precision: str) -> None:
-    """Print the memory of one path, in a process of its own."""
-    torch.set_num_threads(1)
-    _ = operands()[1] @ torch.ones(HIDDEN)  # the libraries' own buffers
-    before = peak_mb()
-    once(path, precision)
-    print(json.dumps({"extra_mb": peak_mb() - before}))
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    table, rates = Table("head", asked.json), cpu_rates()
-    table.say("products", None, note=str(rates))
-    shape = f"{TOKENS} tokens, hidden {HIDDEN}, V {VOCABULARY}"
-    for precision in DTYPES:
-        counted = precision == "fp32" or rates.faster == "bf16"
-        if not counted:
-            table.say(f"{precision}", None, note=f"not the faster precision here: {rates}")
+def head(bench: Bench) -> None:
+    sizes, rates = bench.sizes, cpu_rates()
+    device, size = sizes.device, (sizes.tokens, sizes.hidden, sizes.vocabulary)
+    bench.say("products", None, note=str(rates))
+    shape = f"{size[0]} tokens, hidden {size[1]}, V {size[2]}"
+    for precision, goal in GOALS[device].items():
+        if device == "cpu" and precision == "bf16" and rates.faster != "bf16":
+            bench.say(precision, None, note=f"not the faster precision here: {rates}")
             continue
-        best = dict.fromkeys(PATHS, float("inf"))
-        for _ in range(asked.rounds):
-            for path in PATHS:
-                best[path] = min(best[path], once(path, precision))
-        memory = {path: extra_mb(path, precision) for path in PATHS}
+        best, memory = dict.fromkeys(PATHS, float("inf")), {}
+        for _, path in turns(PATHS, sizes.rounds):
+            best[path] = min(best[path], seconds(path, precision, operands(size, device)))
         for path in PATHS:
-            more = {"shape": shape, "precision": precision, "threads": torch.get_num_threads()}
-            table.say(f"{path}, {precision}", 1000 * best[path], "CPU ms", **more)
-            table.say(f"{path}, {precision}: extra memory", memory[path], "MB", **more)
-        time_ratio = best["llmtrain"] / best["transformers"]
-        memory_ratio = memory["llmtrain"] / memory["transformers"]
-        table.say(f"time over transformers, {precision}", time_ratio, "×", GOALS[precision])
-        table.say(f"extra memory over transformers, {precision}", memory_ratio, "×", MEMORY_GOAL)
-        for share, goal in SHARES.items():
-            name = f"time with {share:.0%} trained over all, {precision}"
-            table.say(name, best[of_share(share)] / best["llmtrain"], "×", goal)
+            asked = {"path": path, "precision": precision, "size": size, "device": device}
+            memory[path] = apart(__file__, asked, 300)["extra_mb"]
+            more = {"shape": shape, "precision": precision, "device": device}
+            unit = "CPU ms" if device == "cpu" else "ms"
+            bench.say(f"{path}, {precision}", 1000 * best[path], unit, **more)
+            bench.say(f"{path}, {precision}: extra memory", memory[path], "MB", **more)
+        ratio = best["llmtrain"] / best["transformers"]
+        bench.say(f"time over transformers, {precision}", ratio, "×", goal)
+        ratio = memory["llmtrain"] / memory["transformers"]
+        bench.say(f"extra memory over transformers, {precision}", ratio, "×", "≤ 0.15")
+        for share, limit in SHARES.items():
+            ratio = best[f"llmtrain, {share:.0%} trained"] / best["llmtrain"]
+            bench.say(f"time with {share:.0%} trained over all, {precision}", ratio, "×", limit)
 
+
+SIZES: dict[str, tuple[Any, Any]] = {
+    "rounds": (3, 1),
+    "tokens": (2048, 64),
+    "hidden": (192, 192),
+    "vocabulary": (50_304, 4096),
+    "device": ("cpu", "cpu"),  # the goals of cuda are for 16,384 tokens, 2,048, 128,256
+}
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        alone(**json.loads(sys.argv[1]))
-    else:
-        one_core()
-        main()
+    main(__doc__, head, SIZES, child=extra_mb, pinned="cuda" not in sys.argv)

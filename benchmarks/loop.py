@@ -1,238 +1,247 @@
-"""What the loop costs: CPU time of a step over a bare PyTorch loop, with an almost free model.
+"""What does the loop cost? CPU time of a step over a bare PyTorch loop, with an almost free model.
 
-    python benchmarks/loop.py [--steps 1500] [--only NAMES] [--json FILE]
-
-A hollow Llama (hidden 16, 4 layers, 16 tokens, one block a step), so that the model's own work does
-not drown the difference. Each variant runs in a thread of its own and takes its turn step by step,
-so a machine that slows down slows all of them; its CPU time is that thread's. The reference of a
-step is the mean of the two tuned loops' in the same round, as a thread's place in memory alone is
-worth 0.1 ms. Printed: medians of the paired differences to it, with quartiles, and the goals. The
-last losses must agree, or the numbers are void.
-
-    bare              clip_grad_norm_ over model.parameters(), fused AdamW, LambdaLR, blocks made
-                      before
-    bare_tuned        with one list of parameters, the rate written, llmtrain's attention
-    bare_tuned_again  the same thing again
-    bare_item         and each step's loss read
-    bare_data         `bare`, its blocks read by llmtrain's stream
-    accelerate        Accelerate as its guide writes it
-    trainer           transformers' Trainer; nothing is logged or saved
-    llmtrain          the whole loop: stream, digest, reduction, norm, clipping, skip, metrics
-
-Last come counts of a step of llmtrain and of `bare_tuned`, which no other work on the machine
-changes: aten operations, reads of tensors by the host, calls of Python functions.
+A hollow Llama (hidden 16, 4 layers, 16 tokens, a block a step). Contenders are threads that take
+turns step by step, and must end in equal losses. `bare` is written as one does, `tuned` has one
+list of parameters, the rate written and llmtrain's attention; the reference is the mean of two
+tuned ones, as a thread's place in memory is worth 0.1 ms. Figures are medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
-import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import _loop_contenders as contenders
-import _loop_counts
-import accelerate
 import torch
-import transformers
-import yaml
+from harness import ROOT, Bench, Contender, Turn, around, callback, config_of, llama, main
+from harness import step_by_step as in_turn
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 import llmtrain
+from llmtrain.model import attention
 
-WARM = 500  # steps; by then every lane is open
 TUNED = ("bare_tuned", "bare_tuned_again")
-GOAL_MS, GOAL_OF_TRAINER = 0.60, 0.40
+SHAPE = llama(16, 4, 2, 32, 0, 16)
+SEQ_LEN, RATE, BETAS, DECAY, LIMIT = 16, 1e-5, (0.9, 0.95), 0.1, 1.0
+OPTIMIZER = {"schedule": "constant", "warmup_steps": 1}
+Batches = Iterator[torch.Tensor]
 
 
-def main() -> None:
-    """Run all variants, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--only", help="names of variants, with commas; the tuned loops always run")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.steps <= WARM:
-        parser.error(f"--steps {asked.steps}: more than {WARM}; the first {WARM} are not counted")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        only = set(asked.only.split(",")) if asked.only else None
-        rows = measure(Path(folder), asked.steps, only)
-    rows += goals(rows)
-    with tempfile.TemporaryDirectory() as folder:
-        rows.append(_loop_counts.row(write_config(Path(folder), _loop_counts.STEPS)))
-    for row in rows:
-        print(line(row))
-    if asked.json:
-        asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def steps(bench: Bench) -> None:
+    """The CPU time of every step of every contender."""
+    count, warm = bench.sizes.steps, bench.sizes.warm  # by then every lane is open
+    if count <= warm:
+        bench.refuse(f"--steps {count}: more than {warm}; the first {warm} are not counted")
+    config = config_for(bench.folder, count)
+    made = blocks(config, count)
+    rows = [{"input_ids": ids[0], "labels": ids[0]} for ids in made]
+    settings = {"max_steps": count, "per_device_train_batch_size": 1, "use_cpu": True}
+    settings |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": BETAS[1]}
+    settings |= {"weight_decay": DECAY, "max_grad_norm": LIMIT, "optim": "adamw_torch_fused"}
+    work: dict[str, Contender] = {
+        "bare": lambda turn, _: bare(turn, iter(made)),
+        "bare_tuned": lambda turn, _: bare(turn, iter(made), tuned=True),
+        "bare_tuned_again": lambda turn, _: bare(turn, iter(made), tuned=True),
+        "bare_item": lambda turn, _: bare(turn, iter(made), tuned=True, item=True),
+        "bare_data": lambda turn, _: with_data(turn, config, count),
+        "accelerate": lambda turn, _: by_the_book(turn, iter(made)),
+        "trainer": lambda turn, _: trainer(turn, fresh_model(), rows, bench.folder, **settings),
+        "llmtrain": lambda turn, all_through: ours(turn, config, all_through),
+    }
+    seconds, losses = in_turn(work, count)
+    ms = {name: [1000 * one for one in found[1 + warm :]] for name, found in seconds.items()}
+    over = {}
+    for name, own in ms.items():
+        gaps = sorted(a - (b + c) / 2 for a, b, c in zip(own, *(ms[o] for o in TUNED), strict=True))
+        over[name] = statistics.median(gaps)
+        more = {"over_tuned_ms": over[name], "steps": len(own), "final_loss": losses[name]}
+        more |= {"quartiles_ms": [gaps[len(gaps) // 4], gaps[3 * len(gaps) // 4]]}
+        shape = {**SHAPE, "seq_len": SEQ_LEN, "rows": 1}
+        bench.say(name, statistics.median(own), "ms", **more, shape=shape)
+    bench.say("a step over the mean of two tuned loops", over["llmtrain"], "ms", "≤ 0.60")
+    ratio = over["llmtrain"] / over["trainer"]
+    bench.say("of what the Trainer costs over them", ratio, "×", "≤ 0.40")
 
 
-def write_config(folder: Path, steps: int) -> Any:
-    """llmtrain's config of the hollow model."""
-    path = folder / "loop.yaml"
-    path.write_text(yaml.safe_dump(settings(folder / "run", steps)))
+def config_for(folder: Path, count: int) -> Any:
+    """The hollow model's."""
+    path = config_of(
+        folder,
+        SHAPE,
+        steps=count,
+        seq_len=SEQ_LEN,
+        training={"micro_batch_size": 1, "max_grad_norm": LIMIT},
+        optimizer=OPTIMIZER | {"learning_rate": RATE, "weight_decay": DECAY},
+        checkpoint={"every_steps": 10 * count},
+    )
     return llmtrain.load_config(path)
 
 
-def settings(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The config as plain values."""
-    return {
-        "run": {"dir": str(run_dir)},
-        "model": {
-            "config": {"model_type": "llama", **contenders.SHAPE},
-            "tokenizer": "sample",
-        },
-        "data": {
-            "sources": [{"path": "sample"}],
-            "seq_len": contenders.SEQ_LEN,
-            "heldout": 0.0,
-        },
-        "training": {
-            "steps": steps,
-            "global_batch_size": 1,
-            "micro_batch_size": 1,
-            "max_grad_norm": contenders.LIMIT,
-            "precision": "fp32",
-        },
-        "optimizer": {
-            "learning_rate": contenders.RATE,
-            "schedule": "constant",
-            "warmup_steps": 1,
-            "weight_decay": contenders.DECAY,
-        },
-        "checkpoint": {"every_steps": 10 * steps},
-    }
+def blocks(config: Any, count: int) -> list[torch.Tensor]:
+    """The ids of each step, (rows, T + 1)."""
+    with llmtrain.open_stream(config) as stream:
+        return [torch.from_numpy(next(stream).ids).long() for _ in range(count)]
 
 
-def measure(folder: Path, steps: int, only: set[str] | None) -> list[dict[str, Any]]:
-    """CPU time of every step of every variant."""
-    config = write_config(folder, steps)
-    stream = partial(llmtrain.open_stream, config)
-    with stream() as batches:
-        made = [torch.from_numpy(next(batches).ids).long() for _ in range(steps)]
-    kinds: dict[str, Callable[[contenders.Next], float]] = {
-        "bare": lambda turn: contenders.bare(turn, iter(made)),
-        "bare_tuned": lambda turn: contenders.tuned(turn, iter(made)),
-        "bare_tuned_again": lambda turn: contenders.tuned(turn, iter(made)),
-        "bare_item": lambda turn: contenders.tuned(turn, iter(made), item=True),
-        "bare_data": lambda turn: contenders.with_data(turn, stream, steps),
-        "accelerate": lambda turn: contenders.by_the_book(turn, iter(made)),
-        "trainer": lambda turn: contenders.trainer(turn, iter(made), folder / "trainer"),
-        "llmtrain": lambda turn: contenders.ours(
-            turn, config, lambda: turns.wait_for_all(steps + 1)
-        ),
-    }
-    names = [name for name in kinds if only is None or name in only or name in TUNED]
-    turns, losses = contenders.Turns(names), dict[str, float]()
-    threads = [
-        threading.Thread(target=take_part, args=(turns, name, kinds[name], steps, losses))
-        for name in names
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(losses) < len(names):
-        raise SystemExit("a variant failed; no figures")
-    return [row(name, turns, losses[name]) for name in names]
+# The contenders: each prepares itself in its first turn, then makes its steps, and returns the last
+# loss. All train the same weights on the same blocks, one a step.
 
 
-def take_part(
-    turns: contenders.Turns,
-    name: str,
-    work: Callable[[contenders.Next], float],
-    steps: int,
-    losses: dict[str, float],
-) -> None:
-    """One variant from its first turn, in which it prepares itself, to its last."""
-
-    def turn() -> None:
-        last = len(turns.seconds[name]) == steps
-        turns.done(name) if last else turns.next(name)
-
-    try:
-        turns.wait(name)
-        losses[name] = work(turn)
-    except BaseException:
-        turns.fail()
-        raise
+def fresh_model() -> Any:
+    """The weights that llmtrain begins with, built by transformers alone."""
+    torch.manual_seed(42)
+    config = LlamaConfig(vocab_size=2048, bos_token_id=0, eos_token_id=0, pad_token_id=0, **SHAPE)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def row(name: str, turns: contenders.Turns, loss: float) -> dict[str, Any]:
-    """One variant's line of the table; milliseconds."""
-    own, first, second = (
-        [1000 * s for s in turns.seconds[one][1 + WARM :]] for one in (name, *TUNED)
-    )
-    gaps = sorted(a - (b + c) / 2 for a, b, c in zip(own, first, second, strict=True))
-    return {
-        "bench": "loop",
-        "variant": name,
-        "cpu_ms_median": statistics.median(own),
-        "over_tuned_ms": statistics.median(gaps),
-        "quartiles_ms": [gaps[len(gaps) // 4], gaps[3 * len(gaps) // 4]],
-        "steps": len(own),
-        "final_loss": loss,
-        "shape": {**contenders.SHAPE, "seq_len": contenders.SEQ_LEN, "rows": 1},
-        **machine(),
-    }
+def fresh_optimizer(model: Any, rate: float = RATE) -> torch.optim.Optimizer:
+    """Fused AdamW; matrices other than the embedding are decayed."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
 
 
-def machine() -> dict[str, Any]:
-    """Where this runs, and how busy that is."""
-    return {
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "load": os.getloadavg()[0],
-    }
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The mean loss. ids: (rows, T + 1)."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the goals that these variants can decide."""
-    over = {row["variant"]: row["over_tuned_ms"] for row in rows}
-    said = []
-    if "llmtrain" in over:
-        said.append(("ms a step over the mean of two tuned loops", over["llmtrain"], GOAL_MS))
-    if {"llmtrain", "trainer"} <= over.keys():
-        ratio = over["llmtrain"] / over["trainer"]
-        said.append(("of what the Trainer costs over them", ratio, GOAL_OF_TRAINER))
-    return [
-        {"bench": "loop", "goal": what, "at_most": goal, "figure": figure, "met": figure <= goal}
-        for what, figure, goal in said
-    ]
+def bare(turn: Turn, batches: Batches, *, tuned: bool = False, item: bool = False) -> float:
+    """By hand. item: whether the loss of each step is read, as most loops do to log it."""
+    model = fresh_model()
+    if not tuned:
+        return by_hand(turn, batches, model, fresh_optimizer(model))
+    attention.install(model, SEQ_LEN)
+    parameters = list(model.parameters())
+    return by_hand(turn, batches, model, fresh_optimizer(model), parameters, RATE, item=item)
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    if "goal" in row:
-        verdict = "met" if row["met"] else "not met"
-        return f"goal: {row['figure']:.3f} {row['goal']}, at most {row['at_most']:.2f}: {verdict}"
-    if "counts" in row:
-        return f"counts of a step: {json.dumps(row['counts'])}"
-    low, high = row["quartiles_ms"]
-    return (
-        f"{row['variant']:<17} {row['cpu_ms_median']:7.3f} ms   over tuned "
-        f"{row['over_tuned_ms']:+.3f} ({low:+.3f} … {high:+.3f})   "
-        f"last loss {row['final_loss']:.4f}   load {row['load']:.1f}"
-    )
+def by_hand(
+    turn: Turn,
+    batches: Batches,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor] | None = None,
+    rate: float | None = None,
+    *,
+    item: bool = False,
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of,
+) -> float:
+    """The loop itself. parameters: None = they are asked for; rate: None = by LambdaLR."""
+    schedule = None if rate else torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
+    loss, read = torch.zeros(()), 0.0
+    turn()
+    for ids in batches:
+        loss = loss_of(model, ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters or model.parameters(), LIMIT)
+        if rate:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        optimizer.zero_grad()
+        if item:
+            read += loss.item()
+        turn()
+    return loss.item()
+
+
+def with_data(turn: Turn, config: Any, count: int) -> float:
+    """`bare`, whose blocks llmtrain's stream reads. It is opened in the first turn."""
+    with llmtrain.open_stream(config) as stream:
+        return bare(turn, (torch.from_numpy(next(stream).ids).long() for _ in range(count)))
+
+
+def by_the_book(turn: Turn, batches: Batches) -> float:
+    """Accelerate as its guide writes it."""
+    from accelerate import Accelerator
+
+    accelerator, plain = Accelerator(cpu=True), fresh_model()
+    optimizer = fresh_optimizer(plain)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
+    loader = torch.utils.data.DataLoader([ids[0] for ids in batches], batch_size=1)
+    model, optimizer, loader, schedule = accelerator.prepare(plain, optimizer, loader, schedule)
+    loss = torch.zeros(())
+    turn()
+    for ids in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, ids)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        turn()
+    return loss.item()
+
+
+class InOrder(Trainer):
+    """Reads its blocks in order, and keeps the last loss."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
+        self.last: torch.Tensor = super().training_step(*given, **more)
+        return self.last
+
+
+def trainer(turn: Turn, model: Any, rows: Sequence[Any], folder: Path, **settings: Any) -> float:
+    """transformers' Trainer, which logs, saves and reports nothing. settings: its arguments."""
+    quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder), **quiet, **settings)
+    turning = callback(on_train_begin=turn, on_step_end=turn)
+    one = InOrder(model, arguments, train_dataset=rows, callbacks=[turning])
+    one.train()
+    return one.last.item()
+
+
+def ours(turn: Turn, config: Any, all_through: Turn) -> float:
+    """llmtrain's own `train`; a step lasts from one `begin` to the next.
+
+    It resets accelerate's state when it closes, without which the other contenders cannot go on.
+    """
+
+    def begin(original: Any, run: Any, step: int) -> None:
+        turn()
+        original(run, step)
+
+    def end(original: Any, run: Any) -> Any:
+        turn()
+        all_through()
+        return original(run)
+
+    with around(begin=begin, finish=end):
+        llmtrain.train(config)
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    return float([json.loads(line)["loss"] for line in lines if '"train"' in line][-1])
+
+
+def counts(bench: Bench) -> None:
+    """What a step does, which no other work on a machine changes; a test holds it."""
+    found = counted(bench.folder)
+    bench.say("counts of a step", None, note=json.dumps(found), counts=found)
+
+
+def counted(folder: Path) -> dict[str, dict[str, float]]:
+    """Aten operations, reads of tensors by the host and calls, of llmtrain and of a tuned loop."""
+    sys.path.append(str(ROOT / "tests"))
+    from helpers.step_counts import STEPS, Counter
+
+    config, own, beside = config_for(folder, STEPS), Counter(), Counter()
+    bare(beside.turn, iter(blocks(config, STEPS)), tuned=True)
+    ours(own.turn, config, lambda: None)
+    return {"llmtrain": own.counts(), "bare_tuned": beside.counts()}
 
 
 if __name__ == "__main__":
-    if os.environ.get("OMP_NUM_THREADS") != "1" and hasattr(os, "sched_setaffinity"):
-        # One core and one thread for everybody: torch's setting holds for the thread that makes it,
-        # and the environment is read when torch is imported. So the benchmark starts itself again.
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    main()
+    parts = {"steps": steps, "counts": counts}
+    main(__doc__, parts, {"steps": (1500, 20), "warm": (500, 10)})

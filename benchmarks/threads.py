@@ -1,108 +1,118 @@
-"""Threads that wait, as llmtrain sets it and as torch does by default, alone and beside others.
+"""What do threads that wait cost, as llmtrain sets them and as torch does by default?
 
-    python benchmarks/threads.py [--rounds 2] [--steps 24] [--json FILE]
-
-Steps of a small model (hidden 192, 4 layers, 8 × 256 tokens) by llmtrain and by transformers'
-Trainer, with a thread for each core. Waiting threads spin briefly, then sleep (what llmtrain sets,
-here for both), or spin (torch's default). Alone, and with a process that does nothing but compute
-on each core. A process each, in turns; the median step of a run, of several runs the least. The
-last rows are a run with one thread, as a user asks for with OMP_NUM_THREADS=1, beside that
-neighbour.
-
-On a machine that others use too nothing is alone: the load is beside each figure.
+A step of a small model with a thread for each core, by llmtrain and by transformers' Trainer, alone
+and beside a process that computes on each core. Waiting threads spin briefly, then sleep (what
+llmtrain sets), or spin. The median step of a run, of several runs the least.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
+import statistics
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from _rows import Table, measure
+from harness import Bench, apart, around, config_of, llama, main, unsaved
 
+import llmtrain
 from llmtrain.system import cores
 
-LIMIT = 600  # seconds of a run
-WARM = 4  # steps
-PLACES = ("alone", "beside a busy neighbour")
-GOALS = {"alone": "≤ 1.02", "beside a busy neighbour": "≤ 1"}
+WARM = 4  # steps that are not counted
+ALONE, BESIDE = "alone", "beside a busy neighbour"
+GOALS = {ALONE: "≤ 1.02", BESIDE: "≤ 1"}
+SHAPE = llama(192, 4, 3, 512, 2048, 256)
+SEQ_LEN, ROWS = 256, 8
 
 
 @contextmanager
 def neighbour(count: int) -> Iterator[None]:
-    """Keep so many cores busy."""
-    with ExitStack() as stack:
-        for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
         yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
-def run(contender: str, place: str, steps: int, *, brief: bool, threads: int) -> dict[str, Any]:
-    """Return the times of a step."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        if place != "alone":
-            stack.enter_context(neighbour(cores().count))
-        asked = {
-            "contender": contender,
-            "brief": brief,
-            "threads": threads,
-            "steps": steps,
-            "warm": WARM,
-            "folder": folder,
-        }
-        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
-        rows, wrong = measure("_threads_run.py", asked, LIMIT, environment)
-    if wrong:
-        sys.exit(f"{contender}, {place}: {wrong}")
-    return rows[-1]
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.steps < WARM + 2:
-        parser.error(f"--steps {asked.steps}: at least {WARM + 2}; {WARM} are not counted")
-    table, count = Table("threads", asked.json), cores().count
+def threads(bench: Bench) -> None:
+    rounds, steps, count = bench.sizes.rounds, bench.sizes.steps, cores().count
+    if steps < WARM + 2:
+        bench.refuse(f"--steps {steps}: at least {WARM + 2}; {WARM} are not counted")
     found: dict[tuple[str, str, bool, int], list[dict[str, Any]]] = {}
-    for turn in range(asked.rounds):
-        for place in PLACES:
+    for turn in range(rounds):
+        for place in GOALS:
             for contender in ("llmtrain", "trainer"):
                 kinds = [(True, count), (False, count), (True, 1)]
-                for brief, threads in kinds if turn % 2 == 0 else kinds[::-1]:
-                    row = run(contender, place, asked.steps, brief=brief, threads=threads)
-                    found.setdefault((contender, place, brief, threads), []).append(row)
+                for brief, number in kinds if turn % 2 == 0 else kinds[::-1]:
+                    asked = {"contender": contender, "brief": brief, "steps": steps}
+                    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(number)}
+                    with TemporaryDirectory() as folder, neighbour(count * (place == BESIDE)):
+                        asked |= {"threads": number, "folder": folder}
+                        row = apart(__file__, asked, env=env)
+                    found.setdefault((contender, place, brief, number), []).append(row)
     best = {
         key: {name: min(row[name] for row in rows) for name in ("wall_ms", "cpu_ms")}
         for key, rows in found.items()
     }
-    for (contender, place, brief, threads), row in best.items():
+    for (contender, place, brief, number), row in best.items():
         how = "brief" if brief else "spinning"
-        name = f"{contender}, {threads} thread{'s' * (threads > 1)}, {how}, {place}"
-        table.say(name, row["wall_ms"], "ms a step", cpu_ms=row["cpu_ms"])
-        table.say(f"  {name}: CPU time", row["cpu_ms"], "ms a step")
-    for place in PLACES:
+        name = f"{contender}, {number} thread{'s' * (number > 1)}, {how}, {place}"
+        bench.say(name, row["wall_ms"], "ms a step", cpu_ms=row["cpu_ms"])
+        bench.say(f"  {name}: CPU time", row["cpu_ms"], "ms a step")
+    for place, goal in GOALS.items():
         for contender in ("llmtrain", "trainer"):
             ours, default = (best[contender, place, one, count] for one in (True, False))
             ratio = ours["wall_ms"] / default["wall_ms"]
-            table.say(f"{contender}: brief over spinning, {place}", ratio, "×", GOALS[place])
-    one = (
-        best["llmtrain", PLACES[1], True, 1]["cpu_ms"]
-        / best["llmtrain", PLACES[0], True, 1]["cpu_ms"]
-    )
+            bench.say(f"{contender}: brief over spinning, {place}", ratio, "×", goal)
+    beside, alone = (best["llmtrain", place, True, 1]["cpu_ms"] for place in (BESIDE, ALONE))
     name = "llmtrain, one thread: CPU time beside a busy neighbour over that alone"
-    table.say(name, one, "×", "≤ 1.5")
+    bench.say(name, beside / alone, "×", "≤ 1.5")
+
+
+# One run, in a process of its own
+
+
+def run(contender: str, *, brief: bool, threads: int, steps: int, folder: str) -> dict[str, float]:
+    """Train one contender. brief: whether waiting threads soon sleep."""
+    if brief:  # as `train` does it, before torch is imported
+        llmtrain._set_variables_of_torch(os.environ)
+    ends: list[tuple[float, float]] = []  # wall and CPU time at the ends of steps
+
+    def end() -> None:
+        ends.append((time.perf_counter(), time.process_time()))
+
+    if contender == "trainer":
+        import torch
+        from loop import trainer
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.set_num_threads(threads)
+        ids = torch.randint(SHAPE["vocab_size"], (steps * ROWS, SEQ_LEN))
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        settings = {"max_steps": steps, "per_device_train_batch_size": ROWS, "use_cpu": True}
+        trainer(end, LlamaForCausalLM(LlamaConfig(**SHAPE)), rows, Path(folder), **settings)
+    else:
+        more = {"training": {"threads": threads}}
+        path = config_of(Path(folder), SHAPE, steps=steps, rows=ROWS, seq_len=SEQ_LEN, **more)
+
+        def update(original: Any, *given: Any) -> None:
+            original(*given)
+            end()
+
+        with around(update=update, save=unsaved):
+            llmtrain.train(llmtrain.load_config(path))
+    taken = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends[-(steps - WARM) :])]
+    wall, cpu = (statistics.median(one) for one in zip(*taken, strict=True))
+    return {"wall_ms": 1e3 * wall, "cpu_ms": 1e3 * cpu}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, threads, {"rounds": (2, 1), "steps": (24, 6)}, child=run, pinned=False)

@@ -14,10 +14,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 DOCS = ROOT / "docs"
-MEASURED = (
-    *("speed", "speedrun", "data-speed", "checkpoint-speed"),
-    *("strategies", "plan-figures", "portability", "faults"),
-)
+MEASURED = ("results", "faults")
 GENERATED = ("config", "commands", "files", "exit-codes", "python")
 WRITTEN_BY_PROGRAMS = {f"reference/{name}.md" for name in (*MEASURED, *GENERATED)}
 OPTIONS = {

@@ -16,41 +16,35 @@ ROOT = Path(__file__).parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 SAMPLE = ROOT / "llmtrain" / "data" / "sample"
 TEXTS = ["--data", "{data}", "--tokenizer", str(SAMPLE)]
-# Program → its smallest arguments. {data} is a folder of parquet files, {folder} an empty one.
+# Program → its smallest arguments beside --quick. {data} is a folder of parquet files.
 SMALLEST: dict[str, list[str]] = {
-    "checkpoint": ["--quick", "--only", "small"],
-    "convergence": ["--data", "{data}", "--steps", "2", "--processes", "1"],
-    "data": [*TEXTS, "--quick", "--only", "order"],
-    "defaults": [*TEXTS, "--rounds", "1", "--tokens", "1"],
-    "finetune": ["--quick", "--only", "step"],
-    "gpu": ["--device", "cpu", "--seconds", "1"],
-    "head": ["--rounds", "1"],
-    "loop": ["--steps", "501", "--only", "bare,llmtrain"],
-    "page": ["--out", "{folder}/speed.md"],
-    "plan": ["--json", "{folder}/plan.json"],
-    "scaling": ["--quick", "--only", "checkpoint"],
-    "startup": ["--rounds", "1"],
-    "strategies": ["--only", "ddp"],
-    "threads": ["--rounds", "1", "--steps", "6"],
+    "checkpoint": ["--only", "small", "memory"],
+    "convergence": ["--data", "{data}"],
+    "data": [*TEXTS, "--only", "order"],
+    "defaults": TEXTS,
+    "finetune": ["--only", "step", "shards", "checkpoint"],
+    "gpu": ["--only", "sync"],
+    "head": [],
+    "loop": ["--only", "steps"],
+    "plan": [],
+    "report": [],
+    "scaling": ["--only", "checkpoint", "seek"],
+    "speedrun": ["--data", "{data}"],
+    "threads": [],
 }
-# These have no small form: they need a GPU, or are matrices of whole runs. They are imported.
-LONG = {"memory", "portability", "report", "speedrun"}
-MINUTES = {"data", "defaults", "head", "loop", "plan", "threads"}  # on a quiet machine: less
+MINUTES = {"convergence", "defaults", "speedrun", "threads"}  # on a quiet machine: less
 
 
 def test_every_program_has_its_smallest_arguments_here() -> None:
-    programs = {path.stem for path in BENCHMARKS.glob("[a-z]*.py")}
-    assert programs == SMALLEST.keys() | LONG
+    assert {path.stem for path in BENCHMARKS.glob("[a-z]*.py")} == SMALLEST.keys() | {"harness"}
 
 
 @pytest.mark.launches
 def test_every_program_and_part_imports_what_is_still_there() -> None:
     """One process for all. A part that is imported late is a module of its own, and here too."""
     modules = [path.stem for path in sorted(BENCHMARKS.glob("*.py"))]
-    code = "\n".join(
-        ["import importlib", *(f"importlib.import_module({name!r})" for name in modules)]
-    )
-    done = run([sys.executable, "-c", code])
+    lines = ["import importlib", *(f"importlib.import_module({name!r})" for name in modules)]
+    done = run([sys.executable, "-c", "\n".join(lines)])
     assert done.returncode == 0, done.stderr
 
 
@@ -64,10 +58,12 @@ def test_a_program_runs_with_its_smallest_arguments(program: str, tmp_path: Path
     data.mkdir()
     for file in SAMPLE.glob("*.parquet"):
         (data / file.name).symlink_to(file)
-    places = {"data": str(data), "folder": str(tmp_path)}
-    arguments = [one.format(**places) for one in SMALLEST[program]]
-    done = run([sys.executable, str(BENCHMARKS / f"{program}.py"), *arguments])
+    asked = [one.format(data=data) for one in SMALLEST[program]]
+    rows = tmp_path / "rows.json"
+    asked += ["--quick", "--json", str(rows)]
+    done = run([sys.executable, str(BENCHMARKS / f"{program}.py"), *asked])
     assert done.returncode == 0, done.stderr[-3000:]
+    assert f'"bench": "{program}"' in rows.read_text("utf-8")
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from llmtrain.cli import main as module
 from llmtrain.cli.main import app, main
 
 ROOT = Path(__file__).parents[3]
-# What costs a third of a second or more to import (benchmarks/startup.py measures the commands).
+# What costs a third of a second or more to import.
 HEAVY = {"torch", "numpy", "rich", "accelerate", "transformers", "pyarrow", "datasets"}
 DATA = ["data", "data inspect", "data which", "data tokenize", "data repack"]
 USE = ["evaluate", "generate", "export"]

@@ -8,13 +8,13 @@ import json
 import math
 import random  # noqa: TID251  # what is seeded
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import chats, corpus
+from helpers.step_counts import reads
 from helpers.tiny import lines, tiny_config, write_config
 
 import llmtrain
@@ -48,13 +48,6 @@ MIXTURE = {
 }
 
 
-@pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The counters of benchmarks/loop.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("_loop_counts")
-
-
 @pytest.fixture(params=[None, 50], ids=["always full", "summed"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A run whose blocks are always full, and one whose trained tokens are summed."""
@@ -73,13 +66,13 @@ def each_step(monkeypatch: pytest.MonkeyPatch, begins: Any) -> None:
 
 
 def test_pf_6_a_step_reads_nothing_from_the_device(
-    config: Any, monkeypatch: pytest.MonkeyPatch, counting: ModuleType
+    config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where operations are queued. The last step, behind which the run is saved, is left out."""
     monkeypatch.setattr(engine, "is_asynchronous", lambda device: True)
     found: list[str] = []
     sent_up: list[object] = []
-    made, reading = torch.tensor, counting.reads(found)
+    made, reading = torch.tensor, reads(found)
 
     def tensor(*given: Any, **more: Any) -> torch.Tensor:
         sent_up.extend(more.keys() & {"device"})
@@ -128,7 +121,7 @@ def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.M
 
 
 def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
-    tmp_path: Path, counting: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tuned loop is counted beside it, as torch and Python have their own numbers of calls."""
     recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]
@@ -136,17 +129,17 @@ def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     # On a busy machine every step would take longer than these, and have the calls of both.
     monkeypatch.setattr(requests, "_FILES_SECONDS", math.inf)
     monkeypatch.setattr(journal, "_STATUS_SECONDS", math.inf)
-    settings = importlib.import_module("loop").settings(tmp_path / "run", counting.STEPS)
-    found = added(counting.row(llmtrain.load_config(write_config(tmp_path, settings))))
-    most = added(recorded)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found = added(importlib.import_module("loop").counted(tmp_path))
+    most = added(recorded["counts"])
     whole = recorded["counts"]["llmtrain"]  # of which 1 % may come from where a test runs
     over = {name: count - most[name] for name, count in found.items()}
     assert {name for name, more in over.items() if more > 0.01 * whole[name]} == set()
 
 
-def added(row: dict[str, Any]) -> dict[str, float]:
+def added(counts: dict[str, dict[str, float]]) -> dict[str, float]:
     """The counts of llmtrain's step less those of the tuned loop's."""
-    own, tuned = row["counts"]["llmtrain"], row["counts"]["bare_tuned"]
+    own, tuned = counts["llmtrain"], counts["bare_tuned"]
     return {name: count - tuned[name] for name, count in own.items()}
 
 

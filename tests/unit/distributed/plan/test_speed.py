@@ -1,17 +1,15 @@
 """Tokens a second on paper, against published runs and by hand."""
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from helpers import published
 from helpers.on_paper import gpus, work
 
 from llmtrain.distributed.plan.memory import Layout
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.types import ModelShape, ParameterShape
 
-PUBLISHED = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks" / "_published.py"))
 # Predicted tokens a second and GPU, and the error in points of the first run: reckoned apart, in
 # twenty lines, from the same inputs.
 PREDICTED = (5653, 6537, 10890, 4657, 45651, 22917, 3695, 1984, 859)
@@ -25,15 +23,15 @@ LLAMA_8B = ModelShape(
 
 @pytest.mark.parametrize("number", range(9))
 def test_a_published_run_is_predicted_within_three_points(number):
-    row = PUBLISHED["ROWS"][number]
-    assert abs(PUBLISHED["error"](row)) <= 3.0
-    assert PUBLISHED["error"](row) == pytest.approx(ERRORS[number], abs=0.06)
-    assert PUBLISHED["predicted"](row) == pytest.approx(PREDICTED[number], abs=0.6)
+    row = published.ROWS[number]
+    assert abs(published.error(row)) <= 3.0
+    assert published.error(row) == pytest.approx(ERRORS[number], abs=0.06)
+    assert published.predicted(row) == pytest.approx(PREDICTED[number], abs=0.6)
 
 
 def test_every_row_is_compared_and_the_two_misses_stay_as_wide_as_they_are():
-    assert len(PUBLISHED["ROWS"]) == len(PREDICTED) == len(ERRORS) == 9
-    errors = [PUBLISHED["error"](row) for row in PUBLISHED["MISSES"]]
+    assert len(published.ROWS) == len(PREDICTED) == len(ERRORS) == 9
+    errors = [published.error(row) for row in published.MISSES]
     assert errors == pytest.approx([-10.5, -34.3], abs=0.06)
 
 

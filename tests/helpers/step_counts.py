@@ -1,4 +1,4 @@
-"""Counts of a step that do not depend on the machine's load, for `loop.py` and its test."""
+"""Counts of a step that do not depend on the machine's load; `benchmarks/loop.py` records them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import _loop_contenders as contenders
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import llmtrain
 
 FIRST, EACH = 70, 10  # steps: those before, and those of each of the two counts
 STEPS = FIRST + 2 * EACH + 1
@@ -108,18 +105,3 @@ class Counter:
 
     def _called(self, frame: Any, event: str, _argument: Any) -> None:
         self._calls += event == "call" and not frame.f_code.co_filename.startswith(COMPILER)
-
-
-def row(config: Any) -> dict[str, Any]:
-    """The counts of llmtrain and of the tuned loop, as a row of the table."""
-    with llmtrain.open_stream(config) as stream:
-        made = [torch.from_numpy(next(stream).ids).long() for _ in range(STEPS)]
-    own, tuned = Counter(), Counter()
-    contenders.tuned(tuned.turn, iter(made))
-    contenders.ours(own.turn, config, lambda: None)
-    return {
-        "bench": "loop",
-        "counts": {"llmtrain": own.counts(), "bare_tuned": tuned.counts()},
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-    }
