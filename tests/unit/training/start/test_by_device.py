@@ -15,7 +15,6 @@ from llmtrain.agreement import Alone
 from llmtrain.errors import UserError
 from llmtrain.model import compile as compiling
 from llmtrain.rundir.status import FrozenChoices
-from llmtrain.training.start import frozen as by_device
 from llmtrain.training.start.frozen import (
     Kernels,
     check_kernels,
@@ -151,8 +150,3 @@ def test_a_workspace_that_gives_other_bits_is_refused(monkeypatch: pytest.Monkey
     check_kernels(AS_IT_IS)
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
         check_kernels(Kernels("auto", "off", deterministic=True))
-
-
-def test_the_module_freezes_under_the_names_of_the_keys() -> None:
-    names = {key.rpartition(".")[2]: name for key, name in by_device._FROZEN.items()}
-    assert all(key == name for key, name in names.items())
