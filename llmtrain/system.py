@@ -160,23 +160,17 @@ def cores(root: Path = Path("/")) -> Cores:
     why = all_of_them
     if count < installed:
         why = f"{count} of {all_of_them}, to which this process is bound"
-    quota = _cpu_quota(root)
-    if quota is not None and quota < count:
-        count = max(1, int(quota))
-        why = f"{count} of {all_of_them}, as their control group may use {quota:g}"
-    return Cores(count, why)
-
-
-def _cpu_quota(root: Path) -> float | None:
-    """Return the processors that control groups (cgroup v1 or v2) allow; None = no limit.
-
-    Each group above this process's own may have a limit, too.
-    """
+    # The processors that control groups (cgroup v1 or v2) allow; None = no limit. Each group above
+    # this process's own may have a limit, too.
     limits: list[float] = []
     for kind, mounted, inside in _cpu_groups(root):
         for group in (inside, *inside.parents):
             limits += _limit_of(kind, mounted / group)
-    return min(limits, default=None)
+    quota = min(limits, default=None)
+    if quota is not None and quota < count:
+        count = max(1, int(quota))
+        why = f"{count} of {all_of_them}, as their control group may use {quota:g}"
+    return Cores(count, why)
 
 
 def _cpu_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:

@@ -207,7 +207,17 @@ def newest(root: Path, run_id: str | None, renamed: list[Event]) -> Candidate | 
             return Candidate(name, *_outside(root / name))
         except DamagedError as error:
             renamed.append(rename(root, name, DAMAGED, str(error)))
-    _refuse_all_damaged(root, run_id)
+    # Raise UserError if checkpoints of this run were renamed as damaged, when no other is left.
+    expected = "at least one valid checkpoint; nothing was deleted"
+    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
+    problems = [
+        Problem(str(root / name), _reason(root / name), expected, remedy)
+        for name in form.names(root)
+        if form.step_of(name.partition(DAMAGED)[0]) is not None
+        and DAMAGED in name
+        and not is_foreign(root / name, run_id)
+    ]
+    raise_any(problems)
     return None
 
 
@@ -354,20 +364,6 @@ def _writer(path: Path) -> str | None:
     except DamagedError:
         return None
     return str(versions["llmtrain"]) if isinstance(versions, dict) and versions else None
-
-
-def _refuse_all_damaged(root: Path, run_id: str | None) -> None:
-    """Raise UserError if checkpoints of this run were renamed as damaged, when no other is left."""
-    expected = "at least one valid checkpoint; nothing was deleted"
-    remedy = f"repair one and take {DAMAGED} off its name, or begin again in another run.dir"
-    problems = [
-        Problem(str(root / name), _reason(root / name), expected, remedy)
-        for name in form.names(root)
-        if form.step_of(name.partition(DAMAGED)[0]) is not None
-        and DAMAGED in name
-        and not is_foreign(root / name, run_id)
-    ]
-    raise_any(problems)
 
 
 def _reason(path: Path) -> str:

@@ -158,7 +158,22 @@ def fill(
     def read() -> None:
         for number, piece in enumerate(pieces, 1):
             system.beat("reading a checkpoint, by tensor", number, len(stored))
-            _read_piece(found.path, stored[piece.name], piece, patience)
+            # Read the bytes of one piece into its memory, on a device by way of a host buffer.
+            place = stored[piece.name]
+            import torch
+
+            start = place.offset + piece.start * form.DTYPES[place.tensor.dtype][0]
+            data = piece.data.detach().view(torch.uint8)
+            for offset in range(0, data.numel(), READ_BYTES):
+                block = data[offset : offset + READ_BYTES]
+                host = (
+                    block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
+                )
+                patience.retry(
+                    _read_into, found.path / place.file, start + offset, host.numpy().data
+                )
+                if host is not block:
+                    block.copy_(host)
 
     _vote(ranks, attempt(read).error, found.name)
 
@@ -265,20 +280,6 @@ def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) ->
 
 def _describe(tensor: TensorSpec | None) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "absent"
-
-
-def _read_piece(path: Path, place: Place, piece: Piece, patience: Patience) -> None:
-    """Read the bytes of one piece into its memory, on a device by way of a host buffer."""
-    import torch
-
-    start = place.offset + piece.start * form.DTYPES[place.tensor.dtype][0]
-    data = piece.data.detach().view(torch.uint8)
-    for offset in range(0, data.numel(), READ_BYTES):
-        block = data[offset : offset + READ_BYTES]
-        host = block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
-        patience.retry(_read_into, path / place.file, start + offset, host.numpy().data)
-        if host is not block:
-            block.copy_(host)
 
 
 def _read_into(path: Path, offset: int, block: memoryview) -> None:

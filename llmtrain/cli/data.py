@@ -34,7 +34,7 @@ from llmtrain.system import cores
 from llmtrain.text import columns, fit, harmless, wrap
 
 if TYPE_CHECKING:
-    from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
+    from llmtrain.tools.data.inspect import Inspection, Shown, SourceFacts
     from llmtrain.tools.data.tokenize import Repacked, Tokenized
     from llmtrain.tools.data.which import Found, StepDocuments
 
@@ -67,7 +67,14 @@ def inspection(found: Inspection) -> Iterator[str]:
         yield ""
         yield from _source(source)
     yield ""
-    yield from _lengths(found.lengths, "lengths" in found.estimated)
+    estimated = "lengths" in found.estimated
+    looked = "of the documents that were looked at" if estimated else "of all documents"
+    yield f"lengths in tokens, {looked}"
+    most = max((bucket.documents for bucket in found.lengths), default=1)
+    for bucket in found.lengths:
+        bar = "#" * -(-BAR * bucket.documents // most)
+        span = f"{bucket.least:,}-{bucket.most:,}"
+        yield f"{INDENT}{span:>17} {bucket.documents:>11,} {bar}".rstrip()
     for block in found.blocks:
         yield ""
         yield from _block(block)
@@ -106,16 +113,6 @@ def _source(source: SourceFacts) -> Iterator[str]:
         keys = ", ".join(f"{harmless(key)} ({rows})" for key, rows in sorted(source.unread.items()))
         for line in wrap(f"not read of its first rows (in how many): {keys}", WIDTH - len(INDENT)):
             yield INDENT + line
-
-
-def _lengths(buckets: Sequence[Bucket], estimated: bool) -> Iterator[str]:
-    looked = "of the documents that were looked at" if estimated else "of all documents"
-    yield f"lengths in tokens, {looked}"
-    most = max((bucket.documents for bucket in buckets), default=1)
-    for bucket in buckets:
-        bar = "#" * -(-BAR * bucket.documents // most)
-        span = f"{bucket.least:,}-{bucket.most:,}"
-        yield f"{INDENT}{span:>17} {bucket.documents:>11,} {bar}".rstrip()
 
 
 def _block(block: Shown) -> Iterator[str]:

@@ -67,7 +67,17 @@ def show_plan(
 
 def plan_lines(found: Plan) -> Iterator[str]:
     """Yield the tables, the choice and its reason, what else it needs, and predicted speeds."""
-    yield from _request(found)
+    shape, hardware, work = found.shape, found.hardware, found.work
+    trained = "" if shape.trainable == shape.count else f", {short(shape.trainable)} trained"
+    yield f"{'model':<{_LABEL}}{short(shape.count)} parameters{trained}"
+    nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
+    several = hardware.devices_per_node > 1
+    kind = f"process{'es' * several} on the CPU" if hardware.cpu else f"device{'s' * several}"
+    each = f"{hardware.device_bytes / 2**30:.1f} GiB"
+    named = f", {hardware.device}" if hardware.device else ""
+    yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
+    blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
+    yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
     yield ""
     yield from _memory(found)
     yield ""
@@ -75,7 +85,9 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield ""
     yield from _label("choice", found.choice.reason)
     yield from _outcome(found)
-    yield from _label("disk", _disk(found))
+    one, run = size(found.checkpoint_bytes), size(found.disk_bytes)
+    more = "" if found.steps else ", without those of keep_every: how many steps is not known"
+    yield from _label("disk", f"{one} a checkpoint, at most {run} at once in the run{more}")
     yield from _speeds(found)
     yield from _duration(found)
     yield from _rates(found)
@@ -93,20 +105,6 @@ def _duration(found: Plan) -> Iterator[str]:
         yield from _label("duration", f"not known of {steps}")
     else:
         yield from _label("duration", f"not predicted: {found.steps:,} steps at a speed not known")
-
-
-def _request(found: Plan) -> Iterator[str]:
-    shape, hardware, work = found.shape, found.hardware, found.work
-    trained = "" if shape.trainable == shape.count else f", {short(shape.trainable)} trained"
-    yield f"{'model':<{_LABEL}}{short(shape.count)} parameters{trained}"
-    nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
-    several = hardware.devices_per_node > 1
-    kind = f"process{'es' * several} on the CPU" if hardware.cpu else f"device{'s' * several}"
-    each = f"{hardware.device_bytes / 2**30:.1f} GiB"
-    named = f", {hardware.device}" if hardware.device else ""
-    yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
-    blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
-    yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
 
 
 def _memory(found: Plan) -> Iterator[str]:
@@ -166,12 +164,6 @@ def _keys(layout: Layout) -> str:
     micro, recompute = layout.micro_batch_size, layout.activation_checkpointing
     keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
     return keys + (" distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else "")
-
-
-def _disk(found: Plan) -> str:
-    one, run = size(found.checkpoint_bytes), size(found.disk_bytes)
-    more = "" if found.steps else ", without those of keep_every: how many steps is not known"
-    return f"{one} a checkpoint, at most {run} at once in the run{more}"
 
 
 def _speeds(found: Plan) -> Iterator[str]:

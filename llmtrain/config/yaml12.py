@@ -119,7 +119,13 @@ def _build(node: yaml.Node, path: Path, document: Document) -> object:
     if isinstance(node, yaml.ScalarNode):
         document.source[path] = node.value
         try:
-            return _scalar(node.tag.removeprefix(_TAG), node.value)
+            # The value of a scalar. Raises ValueError for a tag that does not fit the text.
+            kind = node.tag.removeprefix(_TAG)
+            if kind == "str":
+                return node.value
+            if kind not in _SCALARS or not re.match(_SCALARS[kind][0], node.value):
+                raise ValueError(kind)
+            return _SCALARS[kind][1](node.value)
         except ValueError:
             pass  # reported below: the tag is not supported, or does not fit the text
     where = f"{dotted_name(path) or 'the file'} (line {node.start_mark.line + 1})"
@@ -147,15 +153,6 @@ def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str
         lines.setdefault(key, line)
         built[key] = _build(value_node, (*path, key), document)
     return built
-
-
-def _scalar(kind: str, text: str) -> object:
-    """Return the value of a scalar. Raises ValueError for a tag that does not fit the text."""
-    if kind == "str":
-        return text
-    if kind not in _SCALARS or not re.match(_SCALARS[kind][0], text):
-        raise ValueError(kind)
-    return _SCALARS[kind][1](text)
 
 
 def _place(error: yaml.MarkedYAMLError) -> str:

@@ -39,7 +39,16 @@ class LogFile:
         self._screen: logging.Handler | None = None
         self._root.addHandler(self._buffer)
         logging.captureWarnings(True)
-        _quiet_libraries()
+        # Have libraries log through the root logger and draw no progress bars.
+        for name in ("huggingface_hub", "datasets"):
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+        transformers = sys.modules.get("transformers")
+        if transformers is not None:
+            transformers.utils.logging.disable_default_handler()
+            transformers.utils.logging.enable_propagation()
+            transformers.utils.logging.disable_progress_bar()
 
     def open(self, path: Path) -> None:
         """Write to `path` from now on, beginning with the lines that were kept in memory."""
@@ -138,16 +147,3 @@ class _Screen(logging.Handler):
         plain = record.__dict__.get("plain")
         text = self._hide(prefix + record.getMessage())
         self._note(text, None if plain is None else self._hide(plain))
-
-
-def _quiet_libraries() -> None:
-    """Have libraries log through the root logger and draw no progress bars."""
-    for name in ("huggingface_hub", "datasets"):
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
-    transformers = sys.modules.get("transformers")
-    if transformers is not None:
-        transformers.utils.logging.disable_default_handler()
-        transformers.utils.logging.enable_propagation()
-        transformers.utils.logging.disable_progress_bar()

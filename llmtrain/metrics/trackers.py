@@ -106,26 +106,36 @@ def open_service(name: TrackerName, case: Case, failed: Callable[[str], None]) -
     """
     match name:
         case "tensorboard":
-            return _open_tensorboard(case)
+            from accelerate.tracking import TensorBoardTracker
+
+            # purge_step: drop what a killed start logged after the checkpoint: it is logged again.
+            tracker = TensorBoardTracker("tensorboard", str(case.run_dir), purge_step=case.step + 1)
+            tracker.start()
+            # As text: TensorBoard's hyperparameters would add a run to its list at every start.
+            text = json.dumps(case.config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
+            tracker.log({"config": f"    {text}"}, step=case.step)
+            return Opened(tracker, str(case.run_dir / "tensorboard"))
         case "wandb":
             return _open_wandb(case)
         case "mlflow":
-            return _open_mlflow(case)
+            for variable, value in _MLFLOW_VARIABLES.items():
+                os.environ.setdefault(variable, value)
+            from mlflow import MlflowClient
+
+            here = case.run_dir.absolute() / "mlruns"
+            uri = os.environ.get("MLFLOW_TRACKING_URI")
+            client = MlflowClient(uri or here.as_uri())
+            run = _mlflow_run(client, case)
+            run_id, experiment_id = run.info.run_id, run.info.experiment_id
+            _keep_config(client, run, case.config)
+            page = f"/#/experiments/{experiment_id}/runs/{run_id}"
+            address = (
+                f"{uri.rstrip('/')}{page}" if uri and uri.startswith("http") else uri or str(here)
+            )
+            return Opened(_MLflow(client, run_id), address)
         case "trackio":
             return _open_trackio(case, failed)
     assert_never(name)
-
-
-def _open_tensorboard(case: Case) -> Opened:
-    from accelerate.tracking import TensorBoardTracker
-
-    # purge_step: drop what a killed start logged after the checkpoint; redone steps log it again.
-    tracker = TensorBoardTracker("tensorboard", str(case.run_dir), purge_step=case.step + 1)
-    tracker.start()
-    # As text, because TensorBoard's hyperparameters would add a run to its list at every start.
-    text = json.dumps(case.config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
-    tracker.log({"config": f"    {text}"}, step=case.step)
-    return Opened(tracker, str(case.run_dir / "tensorboard"))
 
 
 def _open_wandb(case: Case) -> Opened:
@@ -168,22 +178,6 @@ class _MLflow:
 def _allowed(name: str) -> str:
     """Return the name of a metric as MLflow takes it: names of sources may have other signs."""
     return posixpath.normpath(_NOT_IN_NAMES.sub("_", name))
-
-
-def _open_mlflow(case: Case) -> Opened:
-    for variable, value in _MLFLOW_VARIABLES.items():
-        os.environ.setdefault(variable, value)
-    from mlflow import MlflowClient
-
-    here = case.run_dir.absolute() / "mlruns"
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    client = MlflowClient(uri or here.as_uri())
-    run = _mlflow_run(client, case)
-    run_id, experiment_id = run.info.run_id, run.info.experiment_id
-    _keep_config(client, run, case.config)
-    page = f"/#/experiments/{experiment_id}/runs/{run_id}"
-    address = f"{uri.rstrip('/')}{page}" if uri and uri.startswith("http") else uri or str(here)
-    return Opened(_MLflow(client, run_id), address)
 
 
 def _mlflow_run(client: MlflowClient, case: Case) -> Run:

@@ -124,7 +124,14 @@ def _choose(module: nn.Module, args: tuple[Any, ...], keywords: Any, output: Any
     rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
     if rope["rope_type"] != "longrope":
         return output
-    long = _is_long(given["position_ids"], rope["original_max_position_embeddings"])
+    # Whether each position's document has more than `original` tokens, (B, T) bool.
+    positions = given["position_ids"]
+    original = rope["original_max_position_embeddings"]
+    count = positions.shape[-1]
+    # Where a document that is long enough has the position `original`.
+    place = torch.arange(count, device=positions.device) - positions + original
+    there = positions.gather(-1, place.clamp(0, count - 1)) == original
+    long = (positions >= original) | ((place < count) & there)
     short = module.forward(**given | {"position_ids": given["position_ids"].masked_fill(long, 0)})
 
     def pick(one: Tensor, other: Tensor) -> Tensor:
@@ -132,18 +139,6 @@ def _choose(module: nn.Module, args: tuple[Any, ...], keywords: Any, output: Any
 
     # Two tensors, or one of complex numbers.
     return pick(output, short) if isinstance(output, Tensor) else tuple(map(pick, output, short))
-
-
-def _is_long(positions: Tensor, original: int) -> Tensor:
-    """Return whether each position's document has more than `original` tokens, (B, T) bool.
-
-    positions: (B, T) int64, counted in each document.
-    """
-    count = positions.shape[-1]
-    # Where a document that is long enough has the position `original`.
-    place = torch.arange(count, device=positions.device) - positions + original
-    there = positions.gather(-1, place.clamp(0, count - 1)) == original
-    return (positions >= original) | ((place < count) & there)
 
 
 KEY = "model.attention_backend"

@@ -56,7 +56,18 @@ def pin(path: str, revision: str | None) -> Base:
     )
 
     try:
-        return _pin(path, revision)
+        from huggingface_hub import HfApi, hf_hub_download
+
+        commit = HfApi().resolve_revision(path, revision=revision).resolved
+        names = _files(path, commit)
+        if untrusted.ADAPTER in names:
+            file = Path(hf_hub_download(path, untrusted.ADAPTER, revision=commit))
+            raise UserError(untrusted.adapter_problem(path, file))
+        if kind := untrusted.other_kind(path, names):
+            raise UserError(kind)
+        if CONFIG in names:
+            check_code(path, Path(hf_hub_download(path, CONFIG, revision=commit)))
+        return Base(path, commit, None)
     except GatedRepoError as error:
         expected = f"a model that you may read: {path} is gated"
         remedy = f"accept its terms on the page of {path} on the Hub, then set HF_TOKEN"
@@ -71,21 +82,6 @@ def pin(path: str, revision: str | None) -> Base:
         said = f"the Hub does not answer for {KEY} = {path}: {first_line(error)}"
         remedy = "try again later, or HF_HUB_OFFLINE=1 if the model is in the Hub's cache"
         raise RunError(said, RESTARTABLE, remedy) from error
-
-
-def _pin(path: str, revision: str | None) -> Base:
-    from huggingface_hub import HfApi, hf_hub_download
-
-    commit = HfApi().resolve_revision(path, revision=revision).resolved
-    names = _files(path, commit)
-    if untrusted.ADAPTER in names:
-        file = Path(hf_hub_download(path, untrusted.ADAPTER, revision=commit))
-        raise UserError(untrusted.adapter_problem(path, file))
-    if kind := untrusted.other_kind(path, names):
-        raise UserError(kind)
-    if CONFIG in names:
-        check_code(path, Path(hf_hub_download(path, CONFIG, revision=commit)))
-    return Base(path, commit, None)
 
 
 def _files(path: str, commit: str) -> set[str]:

@@ -60,7 +60,17 @@ def build(config: Any, asked: ModelConfig, base: Base | None) -> PreTrainedModel
     if base is None:
         return rebuild(config, asked)
     model = _load(config, base)
-    _refuse_not_finite(model, base)
+    # Raise UserError for weights with a value that is not finite, as of a run that diverged.
+    with torch.no_grad():
+        # A sum is one pass without a copy; it is not finite if a value is not, or if it overflows.
+        wrong = [
+            name
+            for name, one in model.named_parameters()
+            if not one.sum().isfinite() and not one.isfinite().all()
+        ]
+    if wrong:
+        expected = f"finite weights; {len(wrong)} tensors have NaN or inf ({', '.join(wrong[:3])})"
+        raise UserError(Problem(KEY, base, expected, "another checkpoint of that model"))
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
 
@@ -87,20 +97,6 @@ def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     model.train()
     model.config.architectures = [type(model).__name__]
     return model
-
-
-def _refuse_not_finite(model: PreTrainedModel, base: Base) -> None:
-    """Raise UserError for weights with a value that is not finite, as of a run that diverged."""
-    with torch.no_grad():
-        # A sum is one pass without a copy; it is not finite if a value is not, or if it overflows.
-        wrong = [
-            name
-            for name, one in model.named_parameters()
-            if not one.sum().isfinite() and not one.isfinite().all()
-        ]
-    if wrong:
-        expected = f"finite weights; {len(wrong)} tensors have NaN or inf ({', '.join(wrong[:3])})"
-        raise UserError(Problem(KEY, base, expected, "another checkpoint of that model"))
 
 
 def _refuse_seeing_ahead(model: PreTrainedModel) -> None:

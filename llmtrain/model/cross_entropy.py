@@ -144,7 +144,8 @@ def _in_rows(
 ) -> _Rows:
     if isinstance(weight, DTensor):
         raise TypeError("the head's weight is sharded: it must be gathered before its loss")
-    dtype = _compute_dtype(hidden)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if _casts(device) else hidden.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     column, index = labels.reshape(-1, 1), settings.trained
     factors = None if token_weights is None else token_weights.reshape(-1, 1)
@@ -220,12 +221,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _sum(*arguments: Any) -> Tensor:
     result: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype that `F.linear` would compute in."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if _casts(device) else hidden.dtype
 
 
 def _casts(device: str) -> bool:
@@ -402,23 +397,17 @@ def _add_product(
     total: None = a·b is the first
     """
     if room is not None:
-        return _add_slabs(a, b, total, dtype, room)
+        # Do as `_add_product`, with products that are narrow and widened apart.
+        sums = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if total is None else total
+        for part, slab in _split(room.product.shape[0], a, sums):
+            product = torch.mm(part, b, out=_first(room.product, part))
+            if total is None:
+                slab.copy_(product)
+            else:  # an addition of two dtypes takes three times as long
+                slab += _first(room.widened, part).copy_(product)
+        return sums
     if total is None:
         return _product(a, b, dtype)
     if a.dtype == dtype:
         return total.addmm_(a, b)
     return torch.addmm(total, a, b, out_dtype=dtype, out=total)
-
-
-def _add_slabs(
-    a: Tensor, b: Tensor, total: Tensor | None, dtype: torch.dtype, room: _Room
-) -> Tensor:
-    """Do as `_add_product`, with products that are narrow and widened apart."""
-    sums = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if total is None else total
-    for part, slab in _split(room.product.shape[0], a, sums):
-        product = torch.mm(part, b, out=_first(room.product, part))
-        if total is None:
-            slab.copy_(product)
-        else:  # an addition of two dtypes takes three times as long
-            slab += _first(room.widened, part).copy_(product)
-    return sums

@@ -89,7 +89,26 @@ def examine(model: PreTrainedModel, *, compare: bool = True) -> Head | str:
     model.eval()
     try:
         with torch.no_grad():
-            return _examine(model, compare=compare)
+            head = model.get_output_embeddings()
+            ids = torch.arange(_TOKENS, device=head.weight.device)[None]
+            ids %= model.config.get_text_config().vocab_size
+            if not compare:
+                calls, _ = _watch(model, ids, 1.0)
+                same = len(calls) == 1 and calls[0][0] == calls[0][1]
+                return Head() if same else "its head does not take the output of its decoder"
+            products = F.linear(
+                model.base_model(ids, **model_keywords())[0], head.weight, head.bias
+            )
+            exponent = math.log2(_largest_cap(model) / float(products.abs().max()))
+            factor = 2.0 ** max(0, math.ceil(exponent))
+            calls, logits = _watch(model, ids, factor)
+            if len(calls) != 1:
+                return "it does not call its head once"
+            within = _WITHIN * float(logits.abs().max())
+            for candidate in _candidates(model):
+                if float((candidate.apply(products * factor) - logits).abs().max()) <= within:
+                    return candidate
+            return "its logits are not those of its decoder and its head alone"
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"its code fails without the head: {type(error).__name__}: {first_line(error)}"
     finally:
@@ -115,27 +134,6 @@ def why_wrapped(model: PreTrainedModel) -> str:
 def has_router_loss(model: PreTrainedModel) -> bool:
     """Whether a mixture of experts adds the loss of its router to that of its tokens."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
-
-
-def _examine(model: PreTrainedModel, *, compare: bool) -> Head | str:
-    head = model.get_output_embeddings()
-    ids = torch.arange(_TOKENS, device=head.weight.device)[None]
-    ids %= model.config.get_text_config().vocab_size
-    if not compare:
-        calls, _ = _watch(model, ids, 1.0)
-        same = len(calls) == 1 and calls[0][0] == calls[0][1]
-        return Head() if same else "its head does not take the output of its decoder"
-    products = F.linear(model.base_model(ids, **model_keywords())[0], head.weight, head.bias)
-    exponent = math.log2(_largest_cap(model) / float(products.abs().max()))
-    factor = 2.0 ** max(0, math.ceil(exponent))
-    calls, logits = _watch(model, ids, factor)
-    if len(calls) != 1:
-        return "it does not call its head once"
-    within = _WITHIN * float(logits.abs().max())
-    for candidate in _candidates(model):
-        if float((candidate.apply(products * factor) - logits).abs().max()) <= within:
-            return candidate
-    return "its logits are not those of its decoder and its head alone"
 
 
 def _watch(

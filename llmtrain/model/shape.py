@@ -139,6 +139,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
     used = _used(model, cast)
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
     width = 0 if embedding is None else embedding.shape[-1]
+    kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
     return ModelShape(
         parameters=tuple(
             ParameterShape(
@@ -157,7 +158,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
         head=0 if head is None else head.numel(),
         tied=head is not None and head is embedding,
         blocks=len(repeated),
-        block_class=_block_class(model),
+        block_class=(",".join(name for name in kinds if name in _whole(model)) or None),
         attention=_attention(described),
         recomputes=model.supports_gradient_checkpointing,
         listed=",".join(dict.fromkeys(type(one).__name__ for one in repeated)),
@@ -184,12 +185,6 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 def _whole(model: PreTrainedModel) -> set[str]:
     """Return the names of the classes that the model declares as not to be split."""
     return set(model._no_split_modules or ())
-
-
-def _block_class(model: PreTrainedModel) -> str | None:
-    """Return the classes that FSDP2 shards one by one, joined by commas as for accelerate."""
-    kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
-    return ",".join(name for name in kinds if name in _whole(model)) or None
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:

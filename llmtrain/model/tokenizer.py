@@ -227,11 +227,6 @@ def longer(old: Tensor, rows: int) -> Tensor:
     """Return a tensor (V, …) with `rows` rows: its own, then their mean."""
     if rows <= len(old):
         return old
-    mean = _mean(old).to(old.dtype)
+    parts = (part.double().sum(0) for part in torch.split(old, _ROWS_AT_ONCE))
+    mean = (torch.stack(list(parts)).sum(0) / len(old)).to(old.dtype)
     return torch.cat([old, mean.expand(rows - len(old), *mean.shape)])
-
-
-def _mean(rows: Tensor) -> Tensor:
-    """Return the mean of rows (V, …) in fp64, whatever their order of summation rounds to."""
-    parts = (part.double().sum(0) for part in torch.split(rows, _ROWS_AT_ONCE))
-    return torch.stack(list(parts)).sum(0) / len(rows)

@@ -196,7 +196,19 @@ def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple
 
     Raises UserError for each pattern that matches none of them.
     """
-    layers = _adaptable(model)
+    # The names of the linear layers that can have an adapter. Left out are the head, which may be
+    # tied; routers of a mixture, whose balance adapters disturb; and layers that are not called,
+    # as their weights are read by others. Experts that are stacked in one tensor are no layers.
+    head, refused = model.get_output_embeddings(), _names_that_peft_changes(model)
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and not _is_router(name, module)
+        and not _is_read(model, name)
+        and _last(name) not in refused
+    ]
     if patterns == "auto":
         if not layers:
             expected = "a model with linear layers that can have an adapter"
@@ -299,25 +311,6 @@ def refuse_other_base(saved: bytes, base: Base, checkpoint: str) -> None:
     expected = f"{was}, on which the adapter in {checkpoint} was trained"
     remedy = "put it back, or begin again in another run.dir"
     raise UserError(Problem("model.from", base, expected, remedy))
-
-
-def _adaptable(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers that can have an adapter.
-
-    Left out are the head, which may be tied; routers of a mixture, whose balance adapters disturb;
-    and layers that are not called, as their weights are read by others. Experts that are stacked in
-    one tensor are no layers.
-    """
-    head, refused = model.get_output_embeddings(), _names_that_peft_changes(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and module is not head
-        and not _is_router(name, module)
-        and not _is_read(model, name)
-        and _last(name) not in refused
-    ]
 
 
 def _names_that_peft_changes(model: PreTrainedModel) -> set[str]:

@@ -142,6 +142,8 @@ def collect(run_dir: Path) -> Tables:
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     config = secrets.hider(os.environ)(config)
     history, starts = final_history(lines), _of("start", without_idle_starts(lines))
+    manifest = _json(run_dir / contents.MANIFEST)
+    chat = manifest.get("chat")
     return Tables(
         name=run_dir.resolve().name,
         status=status.read_status(run_dir),
@@ -161,7 +163,7 @@ def collect(run_dir: Path) -> Tables:
         stretches=tuple(stretches(lines)),
         unread=unread,
         settings=with_length(_settings(config), starts),
-        chat=_has_chat(_json(run_dir / contents.MANIFEST)),
+        chat=isinstance(chat, dict) and bool(chat.get("template")),
         auto=_json(run_dir / contents.AUTO),
         profile=_json(run_dir / contents.PROFILE / contents.OPERATORS),
     )
@@ -252,12 +254,6 @@ def with_length(settings: Mapping[str, object], starts: Sequence[Line]) -> dict[
 def _json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; {} if there is none."""
     return (record.parse(path.read_bytes()) or {}) if path.is_file() else {}
-
-
-def _has_chat(manifest: Mapping[str, Any]) -> bool:
-    """Whether the manifest has a chat template. Prompts and completions as strings have none."""
-    chat = manifest.get("chat")
-    return isinstance(chat, dict) and bool(chat.get("template"))
 
 
 def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:

@@ -157,7 +157,7 @@ def figures(tables: Tables) -> list[Figure]:
         _small("wait", "Waiting for data", "% of the step time", _waits(tables)),
         _small("memory", "Memory", "GiB", tables.numbers("memory_gb"), limits),
     ]
-    return found + [_marked(one, marks) for one in small if one]
+    return found + [replace(one, restarts=marks["restarts"]) for one in small if one]
 
 
 def _is_of_device(tables: Tables) -> bool:
@@ -201,10 +201,6 @@ def _small(
     curve: Curve = thin(points)
     series = Series(title.split(",")[0].lower(), curve, band=curve.thinned)
     return Figure(name, title, unit, (series,), limits=limits, from_zero=True)
-
-
-def _marked(figure: Figure, marks: Mapping[str, Any]) -> Figure:
-    return replace(figure, restarts=marks["restarts"])
 
 
 def _speeds(tables: Tables) -> Points:

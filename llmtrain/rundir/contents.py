@@ -208,16 +208,12 @@ def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str 
             said = error.strerror or str(error)
             if error.errno not in _NOT_YET:
                 return said
-        _refresh(run_dir)
+        # Open the directories, so that NFS asks its server; otherwise it asks every half minute.
+        for directory in (*reversed(run_dir.absolute().parents), run_dir):
+            with contextlib.suppress(OSError):
+                os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
         wait(_BETWEEN_SECONDS)
     return said
-
-
-def _refresh(run_dir: Path) -> None:
-    """Open the directories, so that NFS asks its server; otherwise it asks every half minute."""
-    for directory in (*reversed(run_dir.absolute().parents), run_dir):
-        with contextlib.suppress(OSError):
-            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:

@@ -140,7 +140,16 @@ class RunLock:
     def _why_left(self, other: Holder) -> str | None:
         """Return why `other` counts as ended; None if it may be alive."""
         if other.host != self._holder.host:
-            return self._why_still(other)
+            # Watch the beat of a process on another host; return as `_why_left` does.
+            for _ in range(WATCHED_BEATS):
+                self._wait(self._beat_seconds)
+                # Opened again each time, as NFS caches attributes of open files.
+                now = read(self._path)
+                if now is None:
+                    return "it has ended since"
+                if now != other:
+                    return None
+            return f"its beat stood still for {WATCHED_BEATS * self._beat_seconds:g} s"
         if other.boot_id != self._holder.boot_id:
             return "the machine was started again since"
         if other.pid == self._holder.pid:
@@ -149,17 +158,6 @@ class RunLock:
         if not is_alive(other.pid):
             return "that process has ended"
         return None if started == other.started else "another process has that number now"
-
-    def _why_still(self, other: Holder) -> str | None:
-        """Watch the beat of a process on another host; return as `_why_left` does."""
-        for _ in range(WATCHED_BEATS):
-            self._wait(self._beat_seconds)
-            now = read(self._path)  # opened again each time, as NFS caches attributes of open files
-            if now is None:
-                return "it has ended since"
-            if now != other:
-                return None
-        return f"its beat stood still for {WATCHED_BEATS * self._beat_seconds:g} s"
 
     def keep(self) -> None:
         """Check that the file at the path is still the locked one; if it is not, lock it.
@@ -177,15 +175,12 @@ class RunLock:
                 continue  # the next save makes the directory again, with all that belongs in it
             try:
                 self.keep()
-                self._beat()
+                with self._one_at_a_time:
+                    if self.lost is None:
+                        self._holder = replace(self._holder, beat=self._holder.beat + 1)
+                        self._write()
             except OSError as error:
                 _log.warning("could not write the beat to %s: %s", self._path, error)
-
-    def _beat(self) -> None:
-        with self._one_at_a_time:
-            if self.lost is None:
-                self._holder = replace(self._holder, beat=self._holder.beat + 1)
-                self._write()
 
     def _lock_again(self) -> None:
         """Lock the file at the path, or a new one; set `lost` if another process has locked it."""

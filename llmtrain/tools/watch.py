@@ -136,31 +136,28 @@ class Watcher:
             self._done = 0
             self._curve = [point for point in self._curve if point[0] <= line["step"]]
         elif kind == "train":
-            self._take_numbers(line)
+            before, self._train = self._train, line
+            span = _number(line.get("span_seconds")) or 0.0
+            first = line["step"] == self._start.get("step", 0) + 1  # it opens the stream
+            if span > 0 and not first:
+                self._spent += span
+                self._waited += _number(line.get("span_wait_seconds")) or 0.0
+                self._done += max(0, line["step"] - _whole(before.get("step")))
+                now, then = _number(line.get("tokens")), _number(before.get("tokens"))
+                if now is not None and then is not None and now > then:
+                    self._speed = (now - then) / span
+            loss = _number(line.get("loss"))
+            if loss is not None:
+                self._curve.append((line["step"], loss))
+                if len(self._curve) > _POINTS:
+                    pairs = zip(self._curve[::2], self._curve[1::2], strict=False)
+                    self._curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
         elif kind == "eval" and line.get("split") in (None, "heldout"):
             self._heldout, self._evaluated = _number(line.get("loss")), line["step"]
             if self._heldout is not None:
                 self._best = min(self._heldout, self._best or self._heldout)
         elif kind == "event" and line.get("event") != "memory_compared":
             self._events.append(f"step {line['step']:,}: {in_words(line)}")
-
-    def _take_numbers(self, line: Mapping[str, Any]) -> None:
-        before, self._train = self._train, line
-        span = _number(line.get("span_seconds")) or 0.0
-        first = line["step"] == self._start.get("step", 0) + 1  # it opens the stream
-        if span > 0 and not first:
-            self._spent += span
-            self._waited += _number(line.get("span_wait_seconds")) or 0.0
-            self._done += max(0, line["step"] - _whole(before.get("step")))
-            now, then = _number(line.get("tokens")), _number(before.get("tokens"))
-            if now is not None and then is not None and now > then:
-                self._speed = (now - then) / span
-        loss = _number(line.get("loss"))
-        if loss is not None:
-            self._curve.append((line["step"], loss))
-            if len(self._curve) > _POINTS:
-                pairs = zip(self._curve[::2], self._curve[1::2], strict=False)
-                self._curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
 
     def _left(self, state: str) -> float | None:
         steps = _whole(self._start.get("steps"))

@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,11 +94,13 @@ def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, b
         "auto": json.loads(run.processes.auto.to_bytes()),
         "versions": run.processes.versions,
     }
+    directory = run.run_dir / contents.TOKENIZER
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         "trainer_state.json": _encode(trainer_state),
         **state.index(run.built.spec),
         **model_files(run.built.bare, run.built.adapter),
-        **_tokenizer_files(run.run_dir / contents.TOKENIZER),
+        **{path.relative_to(directory).as_posix(): path.read_bytes() for path in files},
     }
 
 
@@ -113,11 +114,6 @@ def model_files(model: Any, adapter: Mapping[str, bytes] | None = None) -> dict[
         text = model.generation_config.to_json_string(use_diff=True)
         files["generation_config.json"] = text.encode()
     return files
-
-
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
 def _encode(value: Any) -> bytes:

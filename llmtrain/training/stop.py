@@ -231,19 +231,16 @@ class _Listener:
             numbers = os.read(self._numbers, 256) if heard else b""
             for number in numbers:
                 if self._signals.receive(number) and number == signal.SIGINT:
-                    self._interrupt()
+                    now = time.monotonic()
+                    if self._interrupted is None:
+                        self._interrupted = now
+                    elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
+                        _write_line(b"interrupted again: ending without a checkpoint\n")
+                        self._signals.before_exit(75, "interrupted again")
+                        os._exit(75)
             with self._lock:
                 if self._on_stop and (reason := self._signals.reason):
                     _leave(self._on_stop, reason)
-
-    def _interrupt(self) -> None:
-        now = time.monotonic()
-        if self._interrupted is None:
-            self._interrupted = now
-        elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
-            _write_line(b"interrupted again: ending without a checkpoint\n")
-            self._signals.before_exit(75, "interrupted again")
-            os._exit(75)
 
 
 def _leave(on_stop: Callable[[str], int], reason: str) -> NoReturn:

@@ -349,17 +349,14 @@ class TorchEngine(Engine):
         """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         if writing and dealt and not self._sharding:
-            return self._share_pieces(spec, rank, ranks)
+            buffers = {name for name, _ in self._bare.named_buffers()}
+            held = state.pieces(self._bare, self._optimizer, spec)
+            own = [piece for piece in held if rank == 0 or piece.name not in buffers]
+            names = {piece.name for piece in own} - buffers
+            return state.share_out(own, names, rank, ranks)
         shards = self._counts or not writing
         whole = rank == 0 or not writing
         return state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
-
-    def _share_pieces(self, spec: Spec, rank: int, of: int) -> Iterator[Piece]:
-        buffers = {name for name, _ in self._bare.named_buffers()}
-        held = state.pieces(self._bare, self._optimizer, spec)
-        own = [piece for piece in held if rank == 0 or piece.name not in buffers]
-        names = {piece.name for piece in own} - buffers
-        return state.share_out(own, names, rank, of)
 
     def finish_loading(self, steps: int) -> None:
         """See `Engine.finish_loading`."""

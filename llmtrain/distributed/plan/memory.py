@@ -383,28 +383,22 @@ def _outside(shape: ModelShape) -> list[ParameterShape]:
 def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int:
     """Return the bytes that a strategy needs in addition while it computes."""
     if layout.strategy in FSDP:
-        return _fsdp_working(shape, work, layout)
+        # The bytes of FSDP2's gathered parameters and of the gradients that it reduces. The final
+        # norm and the head stay gathered, and with them two blocks. The gradients of two blocks
+        # are there in the compute dtype and in fp32. With `fsdp_sync: last` whole gradients are
+        # accumulated until the last micro-batch.
+        compute = _compute_bytes(work.precision)
+        outside = sum(math.prod(one.shape) for one in _outside(shape))
+        stays = outside if shape.tied else outside - shape.embedding
+        gathered = compute * (stays + 2 * largest_block(shape))
+        reduced = (compute + 4) * 2 * largest_block(shape, trainable=True)
+        whole = layout.fsdp_sync == "last" and layout.accumulation > 1
+        return gathered + reduced + (4 * shape.trainable if whole else 0)
     if layout.strategy in ("zero1", "zero2"):
         return 3 * 4 * bucket_elements(shape)
     if layout.strategy in ZERO:
         return _zero3_working(shape, work.precision)
     return saved.casts
-
-
-def _fsdp_working(shape: ModelShape, work: Work, layout: Layout) -> int:
-    """Return the bytes of FSDP2's gathered parameters and of the gradients that it reduces.
-
-    The final norm and the head stay gathered, and with them two blocks. The gradients of two blocks
-    are there in the compute dtype and in fp32. With `fsdp_sync: last` whole gradients are
-    accumulated until the last micro-batch.
-    """
-    compute = _compute_bytes(work.precision)
-    outside = sum(math.prod(one.shape) for one in _outside(shape))
-    stays = outside if shape.tied else outside - shape.embedding
-    gathered = compute * (stays + 2 * largest_block(shape))
-    reduced = (compute + 4) * 2 * largest_block(shape, trainable=True)
-    whole = layout.fsdp_sync == "last" and layout.accumulation > 1
-    return gathered + reduced + (4 * shape.trainable if whole else 0)
 
 
 def _zero3_working(shape: ModelShape, precision: str) -> int:

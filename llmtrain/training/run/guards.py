@@ -11,7 +11,7 @@ import logging
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -65,26 +65,24 @@ class Guards:
             raise UserError(Problem(f"step {numbers.step}", None, expected))
         if not numbers.skipped:
             self.skipped_in_a_row = 0
-            self._look_for_a_spike(numbers)
+            # Report a loss far above those before it; while it stays high, it is reported once.
+            usual = self._losses.median() if len(self._losses) >= _ENOUGH else math.inf
+            above = numbers.loss > usual + _DEVIATIONS * _LEAST_DEVIATION
+            if above:
+                distance = median(abs(loss - usual) for loss in self._losses)
+                sigma = max(_NORMAL * distance, _LEAST_DEVIATION)
+                above = numbers.loss > usual + _DEVIATIONS * sigma
+                if above and not self._spiking:
+                    values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
+                    self.tell("loss_spike", numbers.step, **values)
+            self._spiking = above
+            self._losses.append(numbers.loss)
             return
         self.skipped_in_a_row += 1
         if self.config.on_nonfinite == "stop":
             raise _divergence(numbers, "training.on_nonfinite is stop")
         if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
             raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
-
-    def _look_for_a_spike(self, numbers: Numbers) -> None:
-        """Report a loss far above those before it; while it stays high, it is reported once."""
-        usual = self._losses.median() if len(self._losses) >= _ENOUGH else math.inf
-        above = numbers.loss > usual + _DEVIATIONS * _LEAST_DEVIATION  # else the rest is not needed
-        if above:
-            sigma = _deviation(self._losses, usual)
-            above = numbers.loss > usual + _DEVIATIONS * sigma
-            if above and not self._spiking:
-                values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
-                self.tell("loss_spike", numbers.step, **values)
-        self._spiking = above
-        self._losses.append(numbers.loss)
 
 
 class Window:
@@ -113,12 +111,6 @@ class Window:
         if len(self._sorted) % 2:
             return self._sorted[half]
         return (self._sorted[half - 1] + self._sorted[half]) / 2
-
-
-def _deviation(losses: Iterable[float], middle: float) -> float:
-    """Return the estimated standard deviation, which a minority of outliers does not affect."""
-    distance = median(abs(loss - middle) for loss in losses)
-    return max(_NORMAL * distance, _LEAST_DEVIATION)
 
 
 def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:

@@ -273,7 +273,22 @@ class RunLog:
                 batch_digest=f"{numbers.batch_digest:016x}",
             )
         if numbers.step == self.due.first + _COMPARE_AFTER:
-            self._compare_memory(numbers.step)
+            # Report rank 0's peak memory since the model was built, and the plan without reserve.
+            measured = memory.peak_bytes(self.device) - self.held_before
+            plan = self.planned
+            planned = plan.total_bytes - plan.parts["reserve"] if plan else None
+            detail = {
+                "planned_gb": None if planned is None else round(planned / 2**30, 3),
+                "measured_gb": round(measured / 2**30, 3),
+                "difference": round(measured / planned - 1, 3) if planned else None,
+            }
+            # Not logged on a CPU, whose resident memory includes much beside the model.
+            if self.device.type == "cpu":
+                self.journal.write(
+                    "event", numbers.step, event="memory_compared", detail=detail, device="cpu"
+                )
+            else:
+                self.journal.event("memory_compared", numbers.step, **detail)
         self._report_graphs(numbers.step, expected=numbers.step <= self.due.first + _WARM_AFTER)
         line = self.due.line(numbers.step) or (numbers.skipped and not over)
         held = memory_gb(self.device) if line else None
@@ -288,21 +303,6 @@ class RunLog:
         before, self._graphs = self._graphs, graphs()
         if self._graphs > before and not expected:
             self.journal.event("compiled_again", step, graphs=self._graphs - before)
-
-    def _compare_memory(self, step: int) -> None:
-        """Report rank 0's peak memory since the model was built, and the plan without reserve."""
-        measured = memory.peak_bytes(self.device) - self.held_before
-        plan = self.planned
-        planned = plan.total_bytes - plan.parts["reserve"] if plan else None
-        detail = {
-            "planned_gb": None if planned is None else round(planned / 2**30, 3),
-            "measured_gb": round(measured / 2**30, 3),
-            "difference": round(measured / planned - 1, 3) if planned else None,
-        }
-        if self.device.type == "cpu":  # not logged: resident memory includes much beside the model
-            self.journal.write("event", step, event="memory_compared", detail=detail, device="cpu")
-        else:
-            self.journal.event("memory_compared", step, **detail)
 
     def _report_no_data(self, step: int) -> None:
         """Record that all lanes of a step's blocks have ended; log it only once."""
@@ -339,13 +339,9 @@ class RunLog:
             self.journal.write("sample", step, **asdict(sample))
             self.journal.progress.sample(step, sample.prompt, sample.text)
 
-    def _share_of_peak(self, numbers: Numbers) -> float | None:
-        """Return the `mfu` of a step; None if the peak is not known, as on a CPU."""
-        at_peak = self.seconds_at_peak(numbers.step_tokens, numbers.real_tokens)
-        return None if at_peak is None or numbers.seconds <= 0 else at_peak / numbers.seconds
-
     def _fields(self, numbers: Numbers, memory: float | None) -> dict[str, object]:
         router = {} if numbers.router_loss is None else {"router_loss": numbers.router_loss}
+        at_peak = self.seconds_at_peak(numbers.step_tokens, numbers.real_tokens)
         return {
             "loss": numbers.loss,
             **router,
@@ -360,7 +356,7 @@ class RunLog:
             "skipped": numbers.skipped,
             "sources": dict(numbers.sources),
             "memory_gb": memory,
-            "mfu": self._share_of_peak(numbers),
+            "mfu": None if at_peak is None or numbers.seconds <= 0 else at_peak / numbers.seconds,
             "span_seconds": self._span_seconds,
             "span_wait_seconds": self._span_wait,
         }

@@ -104,7 +104,16 @@ def report_changes(run: Run, place: Place) -> None:
     if keys or run.data.changed:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
     if place.steps not in (None, run.steps):
-        _report_length(run, place.steps)
+        # Report that the length of the run has changed, on which most schedules depend.
+        config, step = run.config.optimizer, run.first_step + 1
+        old, new = (learning_rate(config, n, min(step, n)) for n in (place.steps, run.steps))
+        rates = {"learning_rate_before": old, "learning_rate": new}
+        lengths = {"steps_before": place.steps, "steps": run.steps}
+        run.journal.event("length_changed", run.first_step, **lengths, **rates)
+        _log.info(
+            "the run is %s steps long, not %s: at step %s the learning rate is %.3g, not %.3g",
+            *(f"{run.steps:,}", f"{place.steps:,}", f"{step:,}", new, old),
+        )
     if first == 0:
         _warn_of_few_steps(run)
     if run.data.heldout is None:
@@ -121,19 +130,6 @@ def _warn_of_few_steps(run: Run) -> None:
     if found := few_steps(training, counted, run.data.manifest, run.ranks.world_size):
         _log.warning("%s", found)
         run.journal.write("event", run.first_step, event="few_steps", detail=asdict(found))
-
-
-def _report_length(run: Run, before: int) -> None:
-    """Report that the length of the run has changed, on which most schedules depend."""
-    config, step = run.config.optimizer, run.first_step + 1
-    old, new = (learning_rate(config, n, min(step, n)) for n in (before, run.steps))
-    rates = {"learning_rate_before": old, "learning_rate": new}
-    lengths = {"steps_before": before, "steps": run.steps}
-    run.journal.event("length_changed", run.first_step, **lengths, **rates)
-    _log.info(
-        "the run is %s steps long, not %s: at step %s the learning rate is %.3g instead of %.3g",
-        *(f"{run.steps:,}", f"{before:,}", f"{step:,}", new, old),
-    )
 
 
 def _sizes(run: Run) -> tuple[int, int]:

@@ -85,7 +85,15 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         newest = known.get("checkpoint") or _last(record, "checkpoint", "name", str)
         try:
             if asked_resume(config.checkpoint.resume, os.environ) == "never":
-                _refuse_used(run_dir, started, newest)
+                # Refuse `checkpoint.resume: never` in a directory in which something was trained.
+                # Quarantined checkpoints count too.
+                names = form.names(run_dir / contents.CHECKPOINTS)
+                stored = [name for name in reversed(names) if name.startswith("step-")]
+                there = newest or next(iter(stored), "its metrics.jsonl" if started else None)
+                if there:
+                    expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
+                    remedy = "checkpoint.resume=auto to go on from there, or another run.dir"
+                    raise UserError(Problem("checkpoint.resume", "never", expected, remedy))
             _settle_config(run_dir, config, begun=started or bool(_find_saved_run(run_dir)))
         except UserError as refused:
             if started:
@@ -146,17 +154,6 @@ def _find_saved_run(run_dir: Path) -> str | None:
         except (form.DamagedError, form.OtherFormatError):
             continue  # the search for a checkpoint reports what is wrong with it
     return None
-
-
-def _refuse_used(run_dir: Path, begun: bool, newest: str | None) -> None:
-    """Refuse `checkpoint.resume: never` in a directory in which something was trained."""
-    names = form.names(run_dir / contents.CHECKPOINTS)  # including quarantined checkpoints
-    stored = [name for name in reversed(names) if name.startswith("step-")]
-    there = newest or next(iter(stored), "its metrics.jsonl" if begun else None)
-    if there:
-        expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
-        remedy = "checkpoint.resume=auto to go on from there, or another run.dir"
-        raise UserError(Problem("checkpoint.resume", "never", expected, remedy))
 
 
 def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:

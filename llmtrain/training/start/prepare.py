@@ -28,7 +28,7 @@ from llmtrain.data.audit.first_rows import (
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.manifest import ChatFacts, Manifest
+from llmtrain.data.manifest import Manifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.survey import (
@@ -124,10 +124,24 @@ def write_data(
         place = directory / TOKENIZER
         tokenizer, chat = _open_chat(place, settings, config.data.seq_len, tokenizer)
         facts = chat_facts(chat)
-        _log_what_precedes_answers(facts)
+        # Log what the template puts between a prompt and an answer.
+        end = facts.end_of_turn or {}
+        if end.get("lead"):
+            said = "the template puts %r before an answer: it ends every prompt and is not trained"
+            _log.info(said, end["lead"])
+        if end.get("header"):
+            said = "the template puts %r before an answer: it is trained like the answer"
+            _log.info(said, end["header"])
         encoder = Encoder(tokenizer, chat)
         rows = check_first_rows(found, encoder)
-        _warn_of_unread_keys(found, encoder)
+        # Name what the rows of conversations have and nobody reads, once for a run.
+        reader = Reader(found.reading)
+        for source in found.sources:
+            if counts := count_unread(source, found.settings.seed, reader, encoder):
+                _log.warning(
+                    "%s: nobody reads these keys of its first %d rows (in how many): %s",
+                    *(source.label, FIRST, describe_unread(counts)),
+                )
         if rows:
             _log.info("the first conversation, trained in ⟦⟧: %s", with_marks(rows[0], tokenizer))
         if config.data.packing == "auto":
@@ -167,28 +181,6 @@ def _open_chat(
         return tokenizer, chat
     _log.warning("tokenizing with tokenizers, as tiktoken gives conversations other ids")
     return open_tokenizer(directory), reference
-
-
-def _warn_of_unread_keys(found: Survey, encoder: Encoder) -> None:
-    """Name what the rows of conversations have and nobody reads, once for a run."""
-    reader = Reader(found.reading)
-    for source in found.sources:
-        if counts := count_unread(source, found.settings.seed, reader, encoder):
-            _log.warning(
-                "%s: nobody reads these keys of its first %d rows (in how many): %s",
-                *(source.label, FIRST, describe_unread(counts)),
-            )
-
-
-def _log_what_precedes_answers(facts: ChatFacts) -> None:
-    """Log what the template puts between a prompt and an answer."""
-    end = facts.end_of_turn or {}
-    if end.get("lead"):
-        said = "the template puts %r before an answer: it ends every prompt and is not trained"
-        _log.info(said, end["lead"])
-    if end.get("header"):
-        said = "the template puts %r before an answer: it is trained like the answer"
-        _log.info(said, end["header"])
 
 
 def _date_of(manifest: Path) -> str | None:
