@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,20 @@ class Batch:
     wait_seconds: float
     ended: bool = False
     real_tokens: int = 0
+
+
+class MicroBatch(TypedDict, total=False):
+    """The keywords of `LossModule.forward`, which says what each of them is."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    all_trained: bool
+    trained: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seq_lens: torch.Tensor
+    max_length: int
+    seq_idx: torch.Tensor
+    real: torch.Tensor
 
 
 # Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.

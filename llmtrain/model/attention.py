@@ -72,7 +72,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmtrain.errors import Problem, raise_any
-from llmtrain.types import NOT_TRAINED
+from llmtrain.types import NOT_TRAINED, MicroBatch
 
 _ARGUMENTS = ("x", "position_ids", "layer_type")  # of each forward that `dynamic_rope_update` wraps
 
@@ -482,7 +482,7 @@ def document_tensors(
     device: torch.device,
     *,
     compiled: bool = False,
-) -> dict[str, Any]:
+) -> MicroBatch:
     """Return the arguments of `LossModule.forward` that hide documents from each other.
 
     starts: as in `Batch`, one array a row.
@@ -501,7 +501,7 @@ def document_tensors(
     lengths = np.diff(first, append=total)
     positions = np.arange(total) - np.repeat(first, lengths)
     rows = 1 if name == JOINED else len(starts)
-    found: dict[str, Any] = {"position_ids": on_device(device, positions.reshape(rows, -1))}
+    found: MicroBatch = {"position_ids": on_device(device, positions.reshape(rows, -1))}
     if name == JOINED:
         numbers = np.repeat(np.arange(len(first), dtype=np.int32), lengths)
         found["seq_idx"] = on_device(device, numbers[None])
@@ -529,7 +529,7 @@ def needed_rows(labels: np.ndarray, *, compiled: bool = False) -> int:
 
 def padding_tensors(
     labels: np.ndarray, device: torch.device, *, by_length: bool, routed: bool
-) -> dict[str, Any]:
+) -> MicroBatch:
     """Return the arguments of `LossModule.forward` for rows that end with padding.
 
     Only what a model computes of whole rows needs to know of it.
@@ -541,7 +541,7 @@ def padding_tensors(
     """
     trained = labels != NOT_TRAINED
     real = np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)  # one follows, or it is one
-    found: dict[str, Any] = {}
+    found: MicroBatch = {}
     if by_length:
         found["position_ids"] = on_device(device, np.where(real, np.arange(labels.shape[1]), 0))
     if routed:

@@ -28,7 +28,7 @@ from llmtrain.model.compile import uncompiled
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import flags, hide, padding_keywords, shown, target_keywords
-from llmtrain.types import NOT_TRAINED, Evaluation, Sample
+from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch, Sample
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -75,7 +75,8 @@ def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
     hidden = padding_keywords(run, wanted)
     if run.data.manifest.hides_documents:
         hidden = hide(run, starts)
-    each = run.model(inputs, each=True, **targets, **hidden)
+    given: MicroBatch = {"input_ids": inputs} | targets | hidden
+    each = run.model(each=True, **given)
     if not sources:
         return totals(each, targets["labels"])
     owners = on_device(

@@ -7,7 +7,6 @@ import random  # noqa: TID251  # not drawn from here; models and libraries may
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from llmtrain.hashing import mix, splitmix64
 from llmtrain.model import attention
 from llmtrain.model.attention import document_tensors, needed_rows, on_device, padding_tensors
 from llmtrain.training.run.run import Run
-from llmtrain.types import NOT_TRAINED, Batch, Flags, StepVector
+from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, StepVector
 
 _DRAWS = 7  # a stream of `mix`
 
@@ -100,7 +99,7 @@ def _scale(ranks: int, tokens: int, device: torch.device) -> Tensor:
     return on_device(device, np.array(np.float32(1 / tokens) * ranks, np.float32))
 
 
-def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
+def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
     """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
     ids = on_device(run.device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
@@ -108,7 +107,7 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     whole = batch.trained_tokens == batch.labels.size
     if run.data.manifest.packing == "single":
         return [_padded(run, ids[part], batch.labels[part]) for part in parts]
-    rows: list[dict[str, Any]] = [
+    rows: list[MicroBatch] = [
         {"input_ids": ids[part]} | target_keywords(batch.labels[part], run.device, whole=whole)
         for part in parts
     ]
@@ -117,7 +116,7 @@ def micro_batches(run: Run, batch: Batch) -> list[dict[str, Any]]:
     return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
 
 
-def _padded(run: Run, ids: Tensor, labels: np.ndarray) -> dict[str, Any]:
+def _padded(run: Run, ids: Tensor, labels: np.ndarray) -> MicroBatch:
     """Return the keywords of a micro-batch with a document a row, cut behind the longest."""
     width = shown(run, labels)
     labels = labels[:, :width]
@@ -132,7 +131,7 @@ def shown(run: Run, labels: np.ndarray) -> int:
     return needed_rows(labels, compiled=run.built.compiled != "off")
 
 
-def padding_keywords(run: Run, labels: np.ndarray) -> dict[str, Any]:
+def padding_keywords(run: Run, labels: np.ndarray) -> MicroBatch:
     """Return the keywords of `LossModule.forward` for the padding of rows. labels: (B, T) int64"""
     if run.data.manifest.packing != "single":
         return {}
@@ -143,13 +142,13 @@ def padding_keywords(run: Run, labels: np.ndarray) -> dict[str, Any]:
     return padding_tensors(labels, run.device, by_length=by_length, routed=routed)
 
 
-def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> dict[str, Any]:
+def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) -> MicroBatch:
     """Return the keywords of `LossModule.forward` for labels that are on the host.
 
     labels: (B, T) int64
     whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
     """
-    found: dict[str, Any] = {"labels": on_device(device, labels), "all_trained": True}
+    found: MicroBatch = {"labels": on_device(device, labels), "all_trained": True}
     if not whole:
         flat = np.flatnonzero(labels != NOT_TRAINED)
         if len(flat) < labels.size:
@@ -157,7 +156,7 @@ def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) ->
     return found
 
 
-def hide(run: Run, starts: Sequence[np.ndarray]) -> dict[str, Any]:
+def hide(run: Run, starts: Sequence[np.ndarray]) -> MicroBatch:
     """Return the tensors that hide documents from each other. starts: as in `Batch`."""
     built, seq_len = run.built, run.config.data.seq_len
     assert built.hiding is not None, "a batch has starts only where documents are hidden"

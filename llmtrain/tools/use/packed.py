@@ -40,7 +40,7 @@ from llmtrain.training.evaluate import by_source, result, totals
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
 from llmtrain.training.step import target_keywords
-from llmtrain.types import Evaluation
+from llmtrain.types import Evaluation, MicroBatch
 
 if TYPE_CHECKING:
     import torch
@@ -181,14 +181,15 @@ def _score_rank(
         inputs = on_device(device, np.stack(ids)[:, :width].astype(np.int64))
         wanted = np.stack(labels)[:, :width]
         targets = target_keywords(wanted, device, whole=False)
-        hidden = {}
+        hidden: MicroBatch = {}
         if measured.packing == "single":
             by_length = attention.rope_change(opened.model) is not None
             hidden = padding_tensors(wanted, device, by_length=by_length, routed=False)
         if hiding is not None:
             hidden = document_tensors(starts, seq_len, hiding, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
-            each = module(inputs, each=True, **targets, **hidden)
+            given: MicroBatch = {"input_ids": inputs} | targets | hidden
+            each = module(each=True, **given)
         if sources:
             owners = on_device(
                 device, np.stack([held.block_parts(g, seq_len)[:width] for g in mine])

@@ -53,6 +53,7 @@ from llmtrain.model.count import shorten
 from llmtrain.model.loss import made_up_batch
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
+from llmtrain.types import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -374,7 +375,7 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
     engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
     ids = made_up_batch(rows, seq_len, trial.vocabulary, device)
     halves = [np.array([0, seq_len // 2])] * rows
-    documents = {}
+    documents: MicroBatch = {}
     if trial.hiding:
         name, compiled = trial.hiding, trial.compiled
         documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
