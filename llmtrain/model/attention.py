@@ -66,12 +66,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmtrain.errors import Problem, raise_any
+from llmtrain.torch_private import has_forward_hook, unset_fake_temporarily
 from llmtrain.types import NOT_TRAINED, MicroBatch
 
 _ARGUMENTS = ("x", "position_ids", "layer_type")  # of each forward that `dynamic_rope_update` wraps
@@ -85,7 +85,7 @@ def rope_by_document(model: PreTrainedModel) -> None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         named = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-        if "longrope" in named and _choose not in module._forward_hooks.values():
+        if "longrope" in named and not has_forward_hook(module, _choose):
             module.register_forward_hook(_choose, with_kwargs=True)
 
 

@@ -22,16 +22,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain.config.schema import AdapterConfig
@@ -40,6 +38,14 @@ from llmtrain.model import trainable as freezing
 from llmtrain.model.loss import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
+from llmtrain.torch_private import (
+    CAST,
+    GROUPED_PRODUCT,
+    FakeTensorMode,
+    TorchDispatchMode,
+    leaves,
+    storage_id,
+)
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
@@ -177,13 +183,14 @@ def _fill(model: PreTrainedModel, arithmetic: str) -> PreTrainedModel:
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
-            for name, one in held.items():
-                if isinstance(one, Tensor) and one.is_meta:
-                    empty = torch.empty(one.shape, dtype=one.dtype)
-                    if isinstance(one, nn.Parameter):
-                        empty = nn.Parameter(empty, requires_grad=one.requires_grad)
-                    held[name] = made.setdefault(id(one), empty)
+        registered = (module.named_parameters, module.named_buffers)
+        named = (each(recurse=False, remove_duplicate=False) for each in registered)
+        for name, one in [*chain(*named), *vars(module).items()]:
+            if isinstance(one, Tensor) and one.is_meta:
+                empty = torch.empty(one.shape, dtype=one.dtype)
+                if isinstance(one, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=one.requires_grad)
+                setattr(module, name, made.setdefault(id(one), empty))
     trainable.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
     return model.train()
 
@@ -246,7 +253,7 @@ class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if operation is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+        if operation is GROUPED_PRODUCT and args[0].dtype == torch.float32:
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         return operation(*args, **(kwargs or {}))
 
@@ -260,8 +267,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no stub for it
         self.first: GradientEdge | None = None
-        self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._known = self._weights | {b.untyped_storage()._cdata for b in model.buffers()}
+        self._weights = {storage_id(p.untyped_storage()) for p in model.parameters()}
+        self._known = self._weights | {storage_id(b.untyped_storage()) for b in model.buffers()}
         self._alive: dict[int, tuple[bool, int]] = {}
         self._casts: dict[int, int] = {}  # copies of weights, not in _alive
         self._in_block = False
@@ -271,18 +278,18 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        is_cast = operation is torch.ops.aten._to_copy.default
-        if is_cast and args[0].untyped_storage()._cdata in self._weights:
+        is_cast = operation is CAST
+        if is_cast and storage_id(args[0].untyped_storage()) in self._weights:
             storage = result.untyped_storage()
-            self._casts[storage._cdata] = storage.nbytes()
-            weakref.finalize(storage, self._casts.pop, storage._cdata)
-        for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+            self._casts[storage_id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self._casts.pop, storage_id(storage))
+        for leaf in leaves(result):
+            if leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._alive and key not in self._casts and key not in self._known:
             self._alive[key] = (self._in_block, storage.nbytes())
             self._size += storage.nbytes()

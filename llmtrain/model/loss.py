@@ -42,6 +42,7 @@ from transformers import PreTrainedModel
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
 from llmtrain.text import first_line
+from llmtrain.torch_private import storage_id
 from llmtrain.types import NOT_TRAINED
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap
@@ -148,10 +149,10 @@ def _watch(
     calls: list[tuple[int, int]] = []
 
     def see(_module: nn.Module, _inputs: object, output: Any) -> None:
-        outputs.append(output[0].untyped_storage()._cdata)
+        outputs.append(storage_id(output[0].untyped_storage()))
 
     def multiply(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        calls.append((inputs[0].untyped_storage()._cdata, outputs[-1] if outputs else 0))
+        calls.append((storage_id(inputs[0].untyped_storage()), outputs[-1] if outputs else 0))
         return output * factor
 
     hooks = [

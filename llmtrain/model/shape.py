@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +31,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.model import trainable
 from llmtrain.model import trainable as freezing
 from llmtrain.text import first_line
+from llmtrain.torch_private import ATTENTIONS, GROUPED_PRODUCT
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
 # The errors of transformers' models for a config with inconsistent values.
@@ -251,13 +251,8 @@ _KEPT = [
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
-    torch.ops.aten._grouped_mm.default,  # experts of a mixture
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    torch.ops.torch_attn._varlen_attn.default,  # attention of documents
+    GROUPED_PRODUCT,
+    *ATTENTIONS,
 ]
 
 

@@ -42,6 +42,7 @@ from llmtrain.config.schema import GroupConfig, OptimizerConfig
 from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.trainable import no_match
+from llmtrain.torch_private import add_to_each, fused_adamw, make_states, subtract_from_each
 from llmtrain.types import Algorithm
 
 
@@ -66,16 +67,15 @@ class FusedAdamW(torch.optim.AdamW):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
         if not all(states):
-            # It makes the states that are not there.
-            self._init_group(group, [], [], [], [], [], [])  # type: ignore[no-untyped-call]  # no stub
+            make_states(self, group)
         counts = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
         # `create_state` makes the counts of a group elements of one tensor. To add 1 to each of
         # them takes as long as the update of a small model.
         whole = counts[0]._base
         counted = counts if whole is None or len(counts) < whole.numel() else [whole]
-        torch._foreach_add_(counted, 1)
-        torch._fused_adamw_(
+        add_to_each(counted, 1)
+        fused_adamw(
             parameters,
             [grad for parameter in parameters if (grad := parameter.grad) is not None],
             [state["exp_avg"] for state in states],
@@ -93,7 +93,7 @@ class FusedAdamW(torch.optim.AdamW):
             found_inf=self.found_inf,
         )
         if self.found_inf is not None:
-            torch._foreach_sub_(counted, [self.found_inf] * len(counted))
+            subtract_from_each(counted, [self.found_inf] * len(counted))
 
 
 class Muon(torch.optim.Muon):

@@ -20,7 +20,7 @@ BOTTOM = ("errors", "types", "hashing", "faults", "system")
 LAYERS = {
     "text": -1,  # for errors too
     **dict.fromkeys(BOTTOM, 0),
-    **dict.fromkeys(("config", "agreement"), 1),
+    **dict.fromkeys(("config", "agreement", "torch_private"), 1),
     **dict.fromkeys(ROOMS, 2),
     "training": 3,
     **dict.fromkeys(("tools", "report"), 4),
@@ -34,6 +34,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "data.stream": {"numpy", "xxhash", "torch"},
     "model": {"torch", "transformers"},
     "model.attention": {"torch", "transformers", "numpy"},
+    "torch_private": {"torch"},
     "distributed": {"torch", "accelerate"},
     "distributed.plan": set(),
     "distributed.launch": set(),

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ParallelismConfig,
@@ -242,7 +243,7 @@ def _make_fsdp(
                 del os.environ[name]
         replicas, shards = fsdp.mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
         if cpu:
-            fsdp.rehearse(timeout)
+            rehearse(timeout)
         axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
         accelerator = Accelerator(
             **common,
@@ -294,3 +295,13 @@ def close(*, failed: bool = False) -> None:
         if not zero.leave():
             dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def rehearse(timeout: timedelta) -> None:
+    """Make accelerate shard on a CPU, which it supports for other devices only.
+
+    Without this an FSDP launch on a CPU silently becomes plain DDP. Of accelerate's private names
+    only this one and `_reset_state` above are used, each with a test.
+    """
+    PartialState(cpu=True, timeout=timeout)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

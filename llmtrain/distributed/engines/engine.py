@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from llmtrain.distributed.engines import fsdp, state
 from llmtrain.distributed.engines.fsdp import Sharding, with_common_statistics
+from llmtrain.torch_private import flattened, multiply_each, norm_of_each
 from llmtrain.types import SLOTS, Piece, Spec, StepVector
 
 
@@ -309,7 +310,7 @@ class TorchEngine(Engine):
             if self._fused and not self._sharding:  # the kernel does it: one pass less
                 self._scale = factor.reciprocal()
                 return
-        torch._foreach_mul_(self._gradients(), factor)
+        multiply_each(self._gradients(), factor)
 
     def step(self, factor: float, sums: StepVector) -> None:
         """See `Engine.step`.
@@ -394,10 +395,10 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     one kernel for all.
     """
     if not gradients[0].is_cpu:
-        norms = torch._foreach_norm(list(gradients), 2, torch.float64)
+        norms = norm_of_each(list(gradients), 2, torch.float64)
         return torch.stack([norm.square() for norm in norms]).sum()
     small = [g for g in gradients if g.numel() <= _SMALL]
-    parts = [torch._C._nn.flatten_dense_tensors(small)] if small else []
+    parts = [flattened(small)] if small else []
     if len(small) < len(gradients):
         for large in (g for g in gradients if g.numel() > _SMALL):
             parts += large.flatten().split(_SLAB)  # type: ignore[no-untyped-call]  # no stub

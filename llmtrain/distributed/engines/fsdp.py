@@ -28,22 +28,21 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from llmtrain import system
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.torch_private import fsdp_groups, whole_shape
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Mo
     and a resumed run would continue with the statistics of rank 0. Raises UserError on CPUs, which
     SyncBatchNorm does not support.
     """
-    norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS)]
     if not norms or accelerator.num_processes == 1:
         return module
     if accelerator.device.type == "cpu":
@@ -83,6 +82,10 @@ _OVERRULED = (
     ("fsdp_auto_wrap_policy", "NO_WRAP", "blocks are sharded one by one"),
     ("fsdp_state_dict_type", "FULL_STATE_DICT", "checkpoints have a format of their own"),
 )
+
+
+# torch has a common class of them, but no public name for it.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +153,6 @@ def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, i
         expected = f"{world_size} processes: as many on every node"
         raise UserError(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
     return sizes
-
-
-def rehearse(timeout: timedelta) -> None:
-    """Make accelerate shard on a CPU, which it supports for other devices only.
-
-    Without this an FSDP launch on a CPU silently becomes plain DDP. It uses a private name of
-    accelerate 1.15, which appears nowhere else and has its own test.
-    """
-    PartialState(cpu=True, timeout=timeout)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding) -> nn.Module:
@@ -273,18 +266,17 @@ def _fill_unused(module: nn.Module) -> None:
 
     Accumulated gradients have the dtype of the reduction, but a first gradient has the dtype of the
     forward, and torch refuses to reduce both together. The price: what no rank used in a step is
-    moved by its momentum and its decay. The private names of torch 2.13 are used only here, and
-    have a test.
+    moved by its momentum and its decay.
     """
     for part in _sharded(module):
-        for group in part._get_fsdp_state()._fsdp_param_groups:
+        for group in fsdp_groups(part):
             waiting = [one.unsharded_accumulated_grad is not None for one in group.fsdp_params]
             if not any(waiting):
                 continue
             for one, waits in zip(group.fsdp_params, waiting, strict=True):
                 if not waits and one.sharded_param.requires_grad:
                     one.unsharded_accumulated_grad = torch.zeros(
-                        one._orig_size, dtype=one.reduce_dtype, device=group.device
+                        whole_shape(one), dtype=one.reduce_dtype, device=group.device
                     )
 
 
@@ -370,7 +362,7 @@ def _receive(into: Tensor, start: int, size: int, given: Tensor | None, buffer: 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Yield buffers, persistent or not, and tensors that are plain attributes of a module."""
     for owner, module in model.named_modules():
-        found = {**vars(module), **module._buffers}
-        for name, held in found.items():
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        for name, held in (vars(module) | buffers).items():
             if isinstance(held, Tensor):
                 yield (owner, name), held

@@ -46,7 +46,6 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.engine import Engine, is_refused
@@ -54,6 +53,7 @@ from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED
 from llmtrain.distributed.launch.named import STRATEGIES
 from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, OFFLOADS, states
 from llmtrain.errors import Problem, raise_any
+from llmtrain.torch_private import build_directory, without_modes
 from llmtrain.types import Piece, Spec, StepVector
 
 _LIVE = 1_000_000_000  # elements; DeepSpeed's default stage3_max_live_parameters
@@ -164,12 +164,7 @@ def missing_parts(strategy: str, *, cpu: bool) -> Iterator[Problem]:
             "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), expected, remedy
         )
     if strategy in OFFLOADS and not cpu:
-        # Here, because it logs a warning where there is a CUDA toolkit and no GPU.
-        from torch.utils import cpp_extension
-
-        # Private, but the directory depends on the versions of Python and torch.
-        built = Path(cpp_extension._get_build_directory(_ADAM, verbose=False))
-        yield from build_problems(built.parent)
+        yield from build_problems(build_directory(_ADAM).parent)
 
 
 def build_problems(directory: Path, env: Mapping[str, str] = os.environ) -> Iterator[Problem]:
@@ -516,7 +511,7 @@ def gather_unseen(offload: Any) -> None:
     """
     for when in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward"):
         name = f"{when}_function"
-        setattr(offload, name, _disable_current_modes()(getattr(offload, name)))
+        setattr(offload, name, without_modes(getattr(offload, name)))
 
 
 @contextmanager
