@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
-from helpers import corpus, reference_stream
+from helpers import corpus, reference_stream, vocabularies
 from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llmtrain.data.sample
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
 from llmtrain.data.lanes import Lane
@@ -560,15 +561,14 @@ def test_workers_leave_the_global_random_numbers_alone(single, place):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-WIKIPEDIA = Path(__file__).parents[4] / "shared" / "data" / "wikipedia" / "20140304.en"
-
-
-@pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason=f"{WIKIPEDIA} is not there")
-def test_a_hundred_blocks_of_wikipedia_are_the_articles_own_text(tmp_path):
+@pytest.mark.parametrize("name", ["sample", pytest.param("20140304.en", marks=pytest.mark.slow)])
+def test_a_hundred_blocks_of_articles_are_their_own_text(tmp_path, name):
+    sample = Path(llmtrain.data.sample.__file__).parent
+    articles = sample if name == "sample" else vocabularies.shared(f"wikipedia/{name}")
     tokenizer = open_tokenizer(corpus.write_tokenizer(tmp_path / "tokenizer"))
-    manifest = corpus.manifest_of(tmp_path / "tokenizer", WIKIPEDIA, seq_len=256, heldout=0.005)
+    manifest = corpus.manifest_of(tmp_path / "tokenizer", articles, seq_len=256, heldout=0.005)
     texts = ["<|endoftext|>"]
-    for path in sorted(WIKIPEDIA.glob("*.parquet")):
+    for path in sorted(articles.glob("*.parquet")):
         texts += pq.read_table(path, columns=["text"])["text"].to_pylist()
     everything = b"\0".join(text.encode() for text in texts)
     stream = opened(manifest, tmp_path, blocks_per_step=100)
