@@ -177,13 +177,15 @@ def test_a_cap_shows_although_the_logits_of_a_new_model_are_small() -> None:
     assert examine(model) == Head(softcap=30.0)
 
 
-def test_a_model_that_changes_its_logits_otherwise_keeps_them() -> None:
+@pytest.mark.parametrize("change", [1.0, 5e-5])  # of the largest logit
+def test_a_model_that_changes_its_logits_otherwise_keeps_them(change: float) -> None:
     model = build("llama")
     own = model.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         output = own(*arguments, **keywords)
-        output.logits = output.logits + 0.01 * torch.arange(97)
+        most = change * float(output.logits.abs().max())
+        output.logits = output.logits + most * torch.linspace(-1.0, 1.0, 97)
         return output
 
     model.forward = forward  # type: ignore[method-assign]

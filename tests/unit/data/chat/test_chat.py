@@ -165,6 +165,16 @@ def test_text_that_the_template_drops_makes_a_bad_row(place, here, messages, sai
     assert re.search(said, why)
 
 
+def test_a_message_that_only_a_later_prompt_lacks_makes_a_bad_row(place):
+    left = "messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list | length"
+    chat = open_chat(place(f"(m.content if {left} < 3 else '')"))
+    messages = talk("Hi?", "Yes.", "So?", "No.", "And?", "So.")
+    assert len(chat.sequences(Example(messages[:4])).sequences) == 1
+    key, why = key_of(chat, messages)
+    text = "turn 3: the template drops the text of a message before it (user)"
+    assert (key, why) == ("dropped", text)
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_that_the_template_drops_makes_a_bad_row(chatml, name):
     said = {"role": "assistant", "content": "Yes.", name: "A greeting."}

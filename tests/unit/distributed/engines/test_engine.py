@@ -1,4 +1,5 @@
 import copy
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from helpers.rings import needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import engine as replicas
+from llmtrain.distributed.engines import engine, replicas
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
@@ -85,6 +86,15 @@ def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str)
     for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
         first = optimizer.state[one]["exp_avg"] / (1 - OptimizerConfig().betas[0])
         torch.testing.assert_close(first, other.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_the_squares_of_small_and_large_gradients_are_summed_in_fp64() -> None:
+    sizes = [1, *(size + more for size in (engine._SMALL, engine._SLAB) for more in (-1, 0, 1))]
+    drawn = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=drawn) for size in sizes]
+    for some in (gradients, *([one] for one in gradients)):
+        expected = math.fsum(x * x for one in some for x in one.tolist())
+        assert float(engine._squares(some)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_limit_leaves_gradients_alone(launched: Launched) -> None:
@@ -182,10 +192,10 @@ def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
         replicas, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
     )
     model = tiny()
-    trainable.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
-    engine = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
-    engine._bare = model
-    assert engine.unequal_replicas() == engine.unequal_replicas(base=True) == {}
+    adapters.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
+    pair = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
+    pair._bare = model
+    assert pair.unequal_replicas() == pair.unequal_replicas(base=True) == {}
     place = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     assert seen[0] == [place.format("A"), place.format("B")]
     assert seen[1] == [name for name, _ in model.named_parameters()]

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MixtralConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
@@ -226,6 +227,18 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
 def test_naming_what_gets_no_adapter_is_refused(named: str) -> None:
     with pytest.raises(UserError, match="get no adapter"):
         trainable.find_targets(bare(), named)
+
+
+def test_layers_whose_weights_a_kernel_reads_get_no_adapter() -> None:
+    """The kernels of a state-space mixer take the weights themselves, and would ignore adapters."""
+    small = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
+    model = AutoModelForCausalLM.from_config(MambaConfig(**small))
+    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    mixer = "backbone.layers.0.mixer"
+    assert {"x_proj", "dt_proj", "out_proj"} <= {name.rpartition(".")[2] for name in linear}
+    assert adapters.find_targets(model, "auto") == (f"{mixer}.in_proj",)
+    with pytest.raises(UserError, match="get no adapter"):
+        adapters.find_targets(model, "x_proj")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])

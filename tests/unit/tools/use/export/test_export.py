@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,6 +362,33 @@ def test_what_a_killed_export_left_is_made_again(run, tmp_path):
     found = export(run, tmp_path / "out", verify=False)
     assert "other" not in found.files
     assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "equal"),
+    [
+        ([2.0, 2.000001], True),
+        ([2.0, 2.0001], False),
+        ([2.0, float("nan")], False),
+        ([float("nan"), float("nan")], False),
+        ([2.0, float("inf")], False),
+    ],
+)
+def test_an_export_with_another_loss_or_none_does_not_get_its_name(
+    run, tmp_path, monkeypatch, losses, equal
+):
+    printed = SimpleNamespace(returncode=0, stdout=f"loading …\n{json.dumps(losses)}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: printed)
+    out = tmp_path / "out"
+    if equal:
+        found = export(run, out)
+        assert [found.losses.run, found.losses.export] == losses
+        return
+    with pytest.raises(RunError, match="computes another loss") as raised:
+        export(run, out)
+    assert raised.value.exit_code == 1
+    assert not out.exists()
+    assert (tmp_path / "out.partial" / "model.safetensors").is_file()
 
 
 def test_a_full_disk_is_74_and_the_name_does_not_appear(run, tmp_path, monkeypatch):
