@@ -95,7 +95,7 @@ def test_a_base_that_grows_trains_the_same_under_every_strategy(
     assert [generation(found, n) for n in (2, STEPS, STEPS + 1)] == [GENERATION] * 3
 
 
-def test_ft_04_ranks_of_a_sharded_run_read_no_weights_but_one(
+def test_ranks_of_a_sharded_run_read_no_weights_but_one(
     server: Server, tmp_path: Path, base: Path
 ) -> None:
     path = write_config(tmp_path, config(tmp_path / "run", base, "fsdp2"))

@@ -39,7 +39,7 @@ def train(server: Server, folder: Path, world_size: int, job: Job) -> dict[str, 
     ],
     ids=["one row", "fewer rows than ranks", "hsdp"],
 )
-def test_ft_28_muon_trains_matrices_of_any_shape_where_they_are_sharded(
+def test_muon_trains_matrices_of_any_shape_where_they_are_sharded(
     server: Server, tmp_path: Path, world_size: int, job: Job
 ) -> None:
     """An update is that of the whole matrix, but for sums in another order."""

@@ -10,7 +10,7 @@ from helpers.tiny import lines, status, tiny_config, write_config
 from llmtrain.text import size
 
 
-def test_ux_12_a_full_device_is_compared_with_the_plan_and_one_change_is_named(
+def test_a_full_device_is_compared_with_the_plan_and_one_change_is_named(
     server: Server, tmp_path: Path
 ) -> None:
     path = write_config(tmp_path, tiny_config(tmp_path / "run", training__micro_batch_size=4))

@@ -123,7 +123,7 @@ def add_to_state(checkpoint: Path, **fields: object) -> None:
     manifest.write_bytes(form.build(parsed))
 
 
-def test_ux_16_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
+def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
     server: Server, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -151,9 +151,7 @@ def test_ux_16_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_
     assert weights(run_dir, 8) == expected
 
 
-def test_ux_26_weights_load_with_from_pretrained_as_they_lie(
-    server: Server, tmp_path: Path
-) -> None:
+def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

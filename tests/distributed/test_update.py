@@ -24,7 +24,7 @@ def train(
 @pytest.mark.parametrize(
     ("world_size", "micro"), [(1, 8), (1, 1), (1, 3), (2, 4), (2, 1), (4, 2), (4, 1)]
 )
-def test_ux_20_uneven_masks_weigh_by_token_on_any_layout(
+def test_uneven_masks_weigh_by_token_on_any_layout(
     server: Server, tmp_path: Path, world_size: int, micro: int
 ) -> None:
     same_as_plain_pytorch(train(server, tmp_path, world_size, micro), uneven.reference())

@@ -19,7 +19,7 @@ def watched(run, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_ux_13_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first(
+def test_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first(
     faulty, straight
 ):
     run = faulty(2)

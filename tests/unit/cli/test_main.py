@@ -67,7 +67,7 @@ def test_help_shows_the_commands_in_groups():
 
 
 @pytest.mark.launches
-def test_ux_33_help_imports_typer_alone():
+def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
@@ -88,7 +88,7 @@ def test_the_help_of_a_command_imports_nothing_heavy(command):
 
 
 @pytest.mark.launches
-def test_ux_05_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
+def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
     for launched in ([], ["--processes", "2"]):
         assert not HEAVY & imported_by("train", path, *launched)

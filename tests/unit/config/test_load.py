@@ -173,7 +173,7 @@ def test_a_word_in_quotes_is_not_advised_without_them(tmp_path):
     assert "try:" not in problems(tmp_path, "training.steps='true'")["training.steps"]
 
 
-def test_ux_05_an_unknown_key_is_told_with_the_key_that_was_meant(tmp_path):
+def test_an_unknown_key_is_told_with_the_key_that_was_meant(tmp_path):
     found = problems(tmp_path, "training.lerning_rate=1e-3", "per_device_train_batch_size=4")
     assert "unknown key; did you mean optimizer.learning_rate?" in found["training.lerning_rate"]
     assert "did you mean training.micro_batch_size?" in found["per_device_train_batch_size"]

@@ -178,7 +178,7 @@ def test_batches_do_not_depend_on_workers(mixed, place, world_size, workers):
 @pytest.mark.deeper
 @settings(dear(5), deadline=None)
 @given(data=st.data())
-def test_ux_15_a_resume_at_any_step_with_any_world_size_goes_on_the_same(mixed, place, data):
+def test_a_resume_at_any_step_with_any_world_size_goes_on_the_same(mixed, place, data):
     steps = 30
     straight = all_ranks(mixed, place, 1, steps)[0]
     done, next_block = 0, 0

@@ -205,13 +205,13 @@ def test_a_truncated_file_of_weights_is_refused(saved: Path) -> None:
         load(saved)
 
 
-def test_ft_03_pickled_weights_are_not_opened(saved: Path) -> None:
+def test_pickled_weights_are_not_opened(saved: Path) -> None:
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
         load(saved)
 
 
-def test_ft_05_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
+def test_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
@@ -266,7 +266,7 @@ def test_a_skeleton_has_the_rows_that_the_weights_will_have(saved: Path) -> None
     assert whole.config.to_dict() == empty.config.to_dict()
 
 
-def test_ft_30_a_padded_vocabulary_is_not_cut(saved: Path) -> None:
+def test_a_padded_vocabulary_is_not_cut(saved: Path) -> None:
     few = SpecialTokens(length=297, bos=0, eos=0, pad=0)
     assert rows(load(saved, few)) == (300, 300, 300)
     assert rows(load(saved, few, pad_vocab_to=512)) == (300, 300, 300)
@@ -282,7 +282,7 @@ def test_rows_are_padded_at_growth_and_in_a_new_model(saved: Path) -> None:
     assert model_config(asked, TOKENS, 16).vocab_size == 512
 
 
-def test_ft_24_a_head_that_its_config_ties_to_other_weights_is_refused(saved: Path) -> None:
+def test_a_head_that_its_config_ties_to_other_weights_is_refused(saved: Path) -> None:
     change(saved, tie_word_embeddings=True)
     with pytest.raises(UserError) as raised:
         load(saved)
@@ -295,7 +295,7 @@ def test_ft_24_a_head_that_its_config_ties_to_other_weights_is_refused(saved: Pa
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_ft_24_a_head_that_no_config_ties_must_be_in_the_files(saved: Path) -> None:
+def test_a_head_that_no_config_ties_must_be_in_the_files(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})

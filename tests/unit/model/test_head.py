@@ -109,7 +109,7 @@ def assert_same(model: PreTrainedModel, head: Head | None) -> None:
         for kind in KINDS
     ],
 )
-def test_pf_3_the_loss_is_the_models_own(kind: str) -> None:
+def test_the_loss_is_the_models_own(kind: str) -> None:
     model = build(kind)
     found, expected = examine(model), KINDS[kind][1]
     if expected == LOGITS:
@@ -125,7 +125,7 @@ def test_pf_3_the_loss_is_the_models_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_pf_3_the_loss_of_a_router_is_added(kind: str) -> None:
+def test_the_loss_of_a_router_is_added(kind: str) -> None:
     """`output_router_logits` was once dropped without a word."""
     model = build(kind, output_router_logits=True, router_aux_loss_coef=0.5)
     assert examine(model) == "the loss of its router comes with its logits"
@@ -153,9 +153,7 @@ def adapted(kind: str, tokens: tuple[int, ...] = (), targets: Any = "auto", **mo
 @pytest.mark.parametrize(
     ("tied", "tokens"), [(True, (3, 5)), (False, (3, 5)), (True, ()), (False, ())]
 )
-def test_pf_3_a_head_that_an_adapter_wraps_keeps_its_logits(
-    tied: bool, tokens: tuple[int, ...]
-) -> None:
+def test_a_head_that_an_adapter_wraps_keeps_its_logits(tied: bool, tokens: tuple[int, ...]) -> None:
     model = adapted("llama", tokens, tie_word_embeddings=tied)
     found = why_wrapped(model)
     assert ("TrainableTokensWrapper" in found) == bool(tokens)

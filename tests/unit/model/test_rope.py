@@ -103,7 +103,7 @@ def furthest(one: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def test_case_03_longrope_packing() -> None:
+def test_long_factors_of_rope_do_not_reach_short_documents_of_a_row() -> None:
     ids = some_ids(2)
     right = alone(build("phi3", MODELS["phi3"]), ids[0], SHORT)
     model = build("phi3", MODELS["phi3"])

@@ -52,13 +52,13 @@ def key_of(chat, messages, **more):
     return error.value.key, str(error.value)
 
 
-def test_ft_01_masks_need_no_generation_tag(chatml):
+def test_masks_need_no_generation_tag(chatml):
     chat = open_chat(chatml)
     assert "generation %}" not in (chatml / "chat_template.jinja").read_text()
     assert trained_texts(chat, chatml, talk("Hi?", "Yes.")) == ["Yes.<|im_end|>"]
 
 
-def test_ft_02_a_mask_ends_with_its_turn(chatml):
+def test_a_mask_ends_with_its_turn(chatml):
     messages = [*talk("Hi?", "Yes.", "So?", "No."), *talk("more")]
     (one,) = open_chat(chatml).sequences(Example(messages)).sequences
     tokens = plain(chatml)
@@ -67,14 +67,14 @@ def test_ft_02_a_mask_ends_with_its_turn(chatml):
     assert tokens.decode(one.ids[one.trained.index(True) + len("Yes.") :], False).count("user") == 1
 
 
-def test_ft_15_nothing_follows_the_end_of_turn(chatml):
+def test_nothing_follows_the_end_of_turn(chatml):
     for messages in (talk("Hi?", "Yes."), talk("Hi?", "Yes.", "So?", "No.")):
         (one,) = open_chat(chatml).sequences(Example(messages)).sequences
         assert one.ids[-1] == open_chat(chatml).check().id
         assert plain(chatml).token_to_id("<|endoftext|>") not in one.ids
 
 
-def test_ft_17_a_turn_that_is_not_trained_has_no_trained_end(chatml):
+def test_a_turn_that_is_not_trained_has_no_trained_end(chatml):
     messages = talk("Hi?", "Yes.", "So?", "No.")
     chat = open_chat(chatml)
     assert trained_texts(chat, chatml, messages, untrained=frozenset({1})) == ["No.<|im_end|>"]
@@ -85,7 +85,7 @@ def test_ft_17_a_turn_that_is_not_trained_has_no_trained_end(chatml):
     assert trained_texts(chat, chatml, messages, untrained=frozenset({3})) == ["Yes.<|im_end|>"]
 
 
-def test_ft_08_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(place):
+def test_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(place):
     """Qwen3.5 opens a think block that an answer without reasoning closes at once."""
     directory = place(r"(m.content if m.role == 'user' else '<think>\n\n</think>\n\n' + m.content)",
                       r"<think>\n")  # fmt: skip
@@ -100,7 +100,7 @@ def test_ft_08_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(p
         assert ids == tokens.encode(text, add_special_tokens=False).ids
 
 
-def test_ft_08_characters_that_merge_across_the_border_do_not(place):
+def test_characters_that_merge_across_the_border_do_not(place):
     directory = place("m.content", "moss")  # the prompt's last word goes on in the answer
     text = (directory / "chat_template.jinja").read_text()
     text = text.replace("+ m.content", "+ ('moss' if m.role == 'assistant' else '') + m.content")

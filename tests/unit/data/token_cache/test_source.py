@@ -141,7 +141,7 @@ def test_a_lane_opened_at_any_cursor_goes_on_with_the_same_blocks(manifest, plac
     assert [b.cursors for b in again] == [b.cursors for b in straight[steps:]]
 
 
-def test_ux_14_opening_far_into_the_run_reads_one_block(manifest, place, monkeypatch):
+def test_opening_far_into_the_run_reads_one_block(manifest, place, monkeypatch):
     read = []
     real = TokenFile.ids
 

@@ -316,9 +316,9 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
     assert trainable.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
 
-def test_bad_input_13_an_adapter_of_another_base_is_refused() -> None:
-    saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
-    trainable.refuse_other_base(saved, BASE, "step-00000004")
+def test_an_adapter_of_another_base_is_refused() -> None:
+    saved = adapters.files(adapted(), BASE)["adapter.json"]
+    adapters.refuse_other_base(saved, BASE, "step-00000004")
     other = Base("c/d", "9e0d0123456789ab", None)
     with pytest.raises(UserError) as raised:
         trainable.refuse_other_base(saved, other, "step-00000004")
@@ -369,7 +369,7 @@ def test_no_adapter_leaves_a_model_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_ft_26_generation_is_the_same_with_activation_checkpointing(checkpointing: str) -> None:
+def test_generation_is_the_same_with_activation_checkpointing(checkpointing: str) -> None:
     texts = []
     for how in ("none", checkpointing):
         model = adapted("untied")

@@ -227,7 +227,7 @@ def test_a_gated_model_says_how_to_get_it(hub: ModelHub) -> None:
     assert "HF_TOKEN" in said
 
 
-def test_ft_03_a_model_of_the_hub_with_pickled_weights_alone_is_refused(hub: ModelHub) -> None:
+def test_a_model_of_the_hub_with_pickled_weights_alone_is_refused(hub: ModelHub) -> None:
     hub.commits[OLD]["pytorch_model.bin"] = hub.commits[OLD].pop("model.safetensors")
     said = refusal(asked(MODEL))
     assert "safetensors, not the pickled pytorch_model.bin" in said

@@ -59,7 +59,7 @@ def packing_of(folder: Path, model: dict[str, Any], **data: Any) -> tuple[str, b
 @pytest.mark.parametrize(
     ("model", "packing"), [(GPT_OSS, "single"), (LFM2, "single"), (MAMBA, "single")]
 )
-def test_case_07_a_model_that_cannot_hide_documents_gets_one_a_block(
+def test_a_model_that_cannot_hide_documents_gets_one_a_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model: dict[str, Any], packing: str
 ) -> None:
     caplog.set_level("INFO", "llmtrain")

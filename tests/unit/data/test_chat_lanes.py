@@ -66,7 +66,7 @@ def trained_of(block):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_ft_34_every_sequence_is_trained_exactly_as_often_as_asked(place, name):
+def test_every_sequence_is_trained_exactly_as_often_as_asked(place, name):
     manifest, encoder = data_of(place, name, epochs=2, lanes=5)
     assert manifest.sources[0].max_epochs == 2
     end = until_end(manifest, encoder)
@@ -88,7 +88,7 @@ def test_parquet_and_json_lines_of_the_same_rows_give_the_same_sequences(place):
     assert found[0] == found[1]
 
 
-def test_ft_06_packing_keeps_the_mask_and_no_label_crosses_a_border(place):
+def test_packing_keeps_the_mask_and_no_label_crosses_a_border(place):
     manifest, encoder = data_of(place, "a.jsonl", lanes=3)
     assert (manifest.packing, manifest.document_mask) == ("bestfit", True)
     numbered = blocks_of(manifest, encoder, 12)
