@@ -1,7 +1,5 @@
 """Whole runs of adapters: killed and resumed, under each strategy, and loaded by peft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

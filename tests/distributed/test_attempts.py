@@ -1,7 +1,5 @@
 """What a launcher's second attempt finds: the store of the first, with its dead addresses."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

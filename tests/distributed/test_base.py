@@ -1,7 +1,5 @@
 """Runs that begin with weights: with more rows, under every strategy, and later without them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs on conversations: the same batches on any number of processes, bad rows, ends of turns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

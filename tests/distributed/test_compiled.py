@@ -1,7 +1,5 @@
 """Runs whose blocks torch's inductor has compiled, on two processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.ranks import Server, until

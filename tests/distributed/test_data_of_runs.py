@@ -4,8 +4,6 @@ The strategies of today give every rank the whole model; where ranks are replica
 are to be counted here in the same way.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs on a data set of the Hub: faults, an outage beyond all patience, no network at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What a person has who installs the package from an index: a wheel, and an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What one rank cannot do, all refuse together, before they are a process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

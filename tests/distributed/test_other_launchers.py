@@ -4,8 +4,6 @@ What a launched process can see is tried with ranks that have the environment wh
 was seen to make; the rest with the launchers themselves.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
@@ -245,29 +243,6 @@ def test_a_file_that_starts_something_else_is_refused_with_one_message(
     one_message(ended.stderr, tmp_path, *words)
 
 
-@pytest.mark.parametrize("kind", ["tp", "cp"])
-def test_a_model_that_is_split_otherwise_is_refused(
-    config: Path, tmp_path: Path, kind: str
-) -> None:
-    file = launch_file(tmp_path, {**FSDP, "parallelism_config": {MESH.format(kind): 2}})
-    ended = run([*LLMTRAIN, "train", str(config), "--accelerate", file], tmp_path)
-    assert ended.returncode == 2
-    one_message(ended.stderr, tmp_path, f"{MESH.format(kind)} = 2", "does not work", "FSDP2")
-
-
-@pytest.mark.parametrize(
-    ("values", "override"),
-    [({**FSDP, "mixed_precision": "fp16"}, "run.seed=1"), (FSDP, "training.precision=fp16")],
-)
-def test_fp16_is_refused(
-    config: Path, tmp_path: Path, values: dict[str, Any], override: str
-) -> None:
-    file = launch_file(tmp_path, values)
-    ended = run([*LLMTRAIN, "train", str(config), override, "--accelerate", file], tmp_path)
-    assert ended.returncode == 2
-    one_message(ended.stderr, tmp_path, "precision = ", "fp16", "bf16", "Ampere")
-
-
 def test_a_model_that_does_not_name_its_blocks_is_told_which_key_does(
     server: Server, tmp_path: Path
 ) -> None:
@@ -318,10 +293,3 @@ def test_processes_are_enough_for_a_strategy_and_need_no_file(config: Path, tmp_
     ended = run([*LLMTRAIN, "train", str(config), *asked], tmp_path)
     assert ended.returncode == 0, ended.stderr
     trained(ended, tmp_path, world_size=2, strategy="zero2")
-
-
-def test_processes_inside_a_launcher_are_refused(config: Path, tmp_path: Path) -> None:
-    command = [*LLMTRAIN, "train", str(config), "--processes", "2"]
-    ended = run(command, tmp_path, LOCAL_RANK="0")
-    assert ended.returncode == 2
-    one_message(ended.stderr, tmp_path, "LOCAL_RANK", "no launcher around this process")

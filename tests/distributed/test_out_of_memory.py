@@ -1,7 +1,5 @@
 """A device whose memory runs out in a step, although the plan said that everything fits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.ranks import Server

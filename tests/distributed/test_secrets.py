@@ -4,8 +4,6 @@ They are planted where a run could repeat them: in the names of files, in the te
 a warning and of a log line, on rank 0 and on rank 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

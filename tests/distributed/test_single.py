@@ -1,7 +1,5 @@
 """Models whose packed documents cannot be hidden from each other, tuned on conversations."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

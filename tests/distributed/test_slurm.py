@@ -1,7 +1,5 @@
 """The batch script, with the programs of a batch system faked and real training below them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """However a run is asked to stop, all ranks end the step, save, and leave with 0."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Ranks that need no launcher are forked in the two network namespaces; see helpers/netns.py.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

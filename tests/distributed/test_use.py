@@ -1,7 +1,5 @@
 """A run that was trained, evaluated, let write and exported, each in a process of its own."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

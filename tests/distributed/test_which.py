@@ -1,7 +1,5 @@
 """UX-30: which documents were in step N? Asked of runs that were resumed with other weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

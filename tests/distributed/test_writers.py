@@ -1,7 +1,5 @@
 """Who writes a checkpoint changes no byte of it, under any strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """README's commands, exactly as they are written, in a folder with what a checkout has."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

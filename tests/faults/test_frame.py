@@ -1,7 +1,5 @@
 """What the other tests here stand on: a run that is struck, and one that is not."""
 
-from __future__ import annotations
-
 import json
 import socket
 

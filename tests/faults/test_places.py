@@ -1,7 +1,5 @@
 """The run directory: read-only, in use, left by a process that is gone, under another clock."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

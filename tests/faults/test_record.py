@@ -1,7 +1,5 @@
 """What a run that was killed twice has recorded: where its time went, a line for each record."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

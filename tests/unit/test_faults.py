@@ -1,7 +1,5 @@
 """Failpoints: what a test asks for happens, there and then, and nothing else ever does."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

@@ -188,14 +188,6 @@ def test_a_launch_inside_a_launch_is_refused(tmp_path, option):
     assert "LOCAL_RANK" in done.stderr
 
 
-@pytest.mark.launches
-def test_a_report_of_no_run_is_refused(tmp_path):
-    done = run("report", str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-
-
 def test_several_runs_are_compared_only_where_a_file_is_named(tmp_path, capsys):
     names = [str(tmp_path / name) for name in ("a", "b")]
     with pytest.raises(SystemExit) as ended:

@@ -117,16 +117,16 @@ def test_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every, keep, fine):
         assert "10 or 15" in said
 
 
-@pytest.mark.parametrize("keep", [1, 0, -1])
-def test_a_run_keeps_at_least_two_checkpoints(tmp_path, keep):
-    said = problems(tmp_path, f"checkpoint.keep_last={keep}")["checkpoint.keep_last"]
-    assert f"checkpoint.keep_last = {keep}\n    expected: a whole number ≥ 2" in said
-
-
-@pytest.mark.parametrize("every", [0, -5])
-def test_a_period_is_positive(tmp_path, every):
-    said = problems(tmp_path, f"checkpoint.every_steps={every}")["checkpoint.every_steps"]
-    assert f"checkpoint.every_steps = {every}\n    expected: a whole number ≥ 1" in said
+@pytest.mark.parametrize(
+    ("key", "least", "value"),
+    [
+        *(("keep_last", 2, value) for value in (1, 0, -1)),
+        *(("every_steps", 1, value) for value in (0, -5)),
+    ],
+)
+def test_a_run_keeps_at_least_two_checkpoints_and_a_period_is_positive(tmp_path, key, least, value):
+    said = problems(tmp_path, f"checkpoint.{key}={value}")[f"checkpoint.{key}"]
+    assert f"checkpoint.{key} = {value}\n    expected: a whole number ≥ {least}" in said
 
 
 def test_the_best_of_what_is_never_evaluated_is_refused(tmp_path):

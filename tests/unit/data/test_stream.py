@@ -26,13 +26,10 @@ from hypothesis import strategies as st
 import llmtrain.data.sample
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
-from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
-from llmtrain.types import Cursor
 
 STEPS, BLOCKS = 5, 12
 
@@ -205,36 +202,6 @@ def test_lanes_without_a_block_since_the_resume_keep_their_cursors(single, place
     assert all(merged[lane, 0, 3] > 0 or merged[lane, 0, 2] > 0 for lane in range(3))
     again = opened(single, place, blocks_per_step=3, next_block=3, cursors=merged)
     assert np.array_equal(next(again).ids, next(stream).ids)
-
-
-def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
-    tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(Reading(60))
-    tokens = Counter()
-    for index in range(single.lanes):
-        lane = Lane(single, Encoder(tokenizer), reader, index, index, [Cursor(0, 0, 0, 0)])
-        ids = []
-        while lane.cursors[0].epoch == 0:
-            ids += lane.take().ids[:-1].tolist()
-        text = tokenizer.decode(ids)
-        for document in reference_stream.lane_documents(single, 0, index, 0):
-            tokens[document.name] += 1
-            assert text.count(document.text + "<|endoftext|>") == 1
-    assert tokens == Counter(row["id"] for row in corpus.articles(50))
-
-
-def test_no_held_out_document_is_trained_on(mixed, place):
-    tokenizer = open_tokenizer(place / "tokenizer")
-    stream = opened(mixed, place)
-    seen = "".join(tokenizer.decode(row[:-1]) for _ in range(60) for row in next(stream).ids)
-    source = mixed.sources[0]
-    held = [
-        text
-        for u, unit in enumerate(source.units)
-        for name, text in reference_stream.unit_rows(source, unit)
-        if reference_stream.is_heldout(source, u, name, mixed.seed)
-    ]
-    assert held
-    assert not any(text.split("\n")[0] + "\n" in seen for text in held)
 
 
 def test_blocks_are_the_articles_own_text_special_token_strings_too(tmp_path):

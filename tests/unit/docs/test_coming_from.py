@@ -1,6 +1,6 @@
 """The tables of docs/guides/coming-from.md agree with the program, and their tests exist."""
 
-from __future__ import annotations
+import re
 
 import pytest
 from helpers.ranks import ROOT

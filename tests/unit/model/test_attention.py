@@ -1,7 +1,5 @@
 """Packed documents against each of them alone, in every attention that a CPU has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

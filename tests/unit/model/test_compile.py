@@ -1,7 +1,5 @@
 """Compiled blocks against the same blocks as they are: graphs counted, numbers compared."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Positions and borders of a micro-batch, by hand; conversations of a block, each alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

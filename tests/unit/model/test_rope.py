@@ -3,8 +3,6 @@
 The reference is plain transformers, one document at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 The reference is transformers' own loss, with its router's or without, and its own mask of padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The colours of a report: apart for everybody, and legible."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All ranks must have the one run directory; ranks are threads, a machine is a path of its own."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decisions of a save that need no run; whole runs are in tests/faults and tests/distributed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path

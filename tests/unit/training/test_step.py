@@ -1,7 +1,5 @@
 """What a step costs beside the model: it waits for nothing, and makes no more calls than before."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

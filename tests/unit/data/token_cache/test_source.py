@@ -223,12 +223,6 @@ def test_what_lies_beside_a_pair_is_no_data_but_other_data_is_refused(place, tmp
         corpus.manifest_of(place / "tokenizer", tmp_path)
 
 
-def test_a_pair_that_lacks_a_half_is_refused(place, tmp_path):
-    megatron.write(tmp_path / "a.idx", [[[1, 2]]]).with_suffix(".bin").unlink()
-    with pytest.raises(UserError, match=r"a\.bin beside it"):
-        corpus.manifest_of(place / "tokenizer", tmp_path)
-
-
 def test_damaged_files_are_refused_before_the_first_step(place, tmp_path):
     index = megatron.write(tmp_path / "a.idx", [[[1, 2]], [[3]]])
     index.with_suffix(".bin").write_bytes(b"123")

@@ -1,7 +1,5 @@
 """Which precision a CPU is faster in, by products whose times are made up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The operations of a step, against those that torch counts of a real forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

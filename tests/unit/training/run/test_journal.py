@@ -1,7 +1,5 @@
 """What a run records: planned memory beside measured, evaluations, its state and its end."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """What `model.from` means: looked up once, pinned, and the same for all that read it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

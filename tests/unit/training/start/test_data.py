@@ -1,7 +1,5 @@
 """The data of a start: how much is read and tokenized before the first step, counted."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

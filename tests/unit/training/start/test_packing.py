@@ -1,7 +1,5 @@
 """Whether conversations can share blocks is found out from a model's config alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

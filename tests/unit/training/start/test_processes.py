@@ -1,7 +1,5 @@
 """What the processes of a start agree on before they are a group."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The check at start: models that hide documents pass, those that do not are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
