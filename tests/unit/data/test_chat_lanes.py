@@ -207,6 +207,20 @@ def test_a_later_bad_row_is_named_by_file_and_line(place, tmp_path):
     assert counts["rejected"] >= 1
 
 
+def test_a_bad_row_is_counted_once_wherever_it_is(place, tmp_path):
+    """Behind the last good one, too: rows are shuffled, so each of them is tried."""
+    reader = Reader(Reading(60, skip_bad_rows=True))
+    for bad in range(5):
+        rows = chats.rows_of(5)
+        rows[bad]["messages"][0]["role"] = "bot"
+        path = corpus.write_jsonl(tmp_path / f"{bad}.jsonl", rows)
+        manifest, encoder = chats.data_of(place / "tokenizer", path, lanes=1, epochs=1)
+        counts: Counter = Counter()
+        for _, block in replay(manifest, encoder, reader, DataState.fresh(manifest), 0, 9):
+            counts.update(block.counts.get(0, {}))
+        assert counts["rejected"] == 1, bad
+
+
 def test_the_first_conversation_is_shown_with_what_is_trained(place):
     _, encoder = data_of(place, "a.jsonl")
     source = data_of(place, "a.jsonl")[0].sources[0]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.bases import shape
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,12 +23,7 @@ from llmtrain.model.loss import LossModule, made_up_batch
 CPU = torch.device("cpu")
 VOCABULARY = 61
 SEQ_LEN = 24
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+SMALL = shape(32, 2, 4)
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 WINDOW = {**GROUPED, "head_dim": 8, "sliding_window": 6}
 MODELS: dict[str, dict[str, Any]] = {

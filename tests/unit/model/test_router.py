@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import shape
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -16,22 +17,9 @@ from llmtrain.model.attention import padding_tensors
 from llmtrain.model.loss import LossModule
 
 SEQ_LEN, SHARE = 96, 0.5  # the coefficient is made large
-SMALL: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": SHARE,
-}
+SMALL = shape(32, 4, 4, num_key_value_heads=2, head_dim=8, vocab_size=199)
+SMALL |= {"max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL |= {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": SHARE}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},

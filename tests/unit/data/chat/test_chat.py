@@ -15,6 +15,7 @@ from helpers.chats import (
     trained_ids,
     trained_texts,
 )
+from helpers.vocabularies import SMALL
 
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rendering import Conversation
@@ -39,9 +40,9 @@ def chatml(tmp_path_factory):
 def place(tmp_path):
     """A template that writes `here` as the content, and `think` behind the prompt."""
 
-    def build(here, think=""):
+    def build(here, think="", source=SAMPLE):
         text = CHATML.replace("HERE", here).replace("THINK", think)
-        return make(tmp_path / f"t{len(list(tmp_path.iterdir()))}", text, TOKENS)
+        return make(tmp_path / f"t{len(list(tmp_path.iterdir()))}", text, TOKENS, source)
 
     return build
 
@@ -100,11 +101,12 @@ def test_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(place):
         assert ids == tokens.encode(text, add_special_tokens=False).ids
 
 
+# The prompt's last word goes on in the answer.
+GOES_ON = ("('moss' if m.role == 'assistant' else '') + m.content", "moss")
+
+
 def test_characters_that_merge_across_the_border_do_not(place):
-    directory = place("m.content", "moss")  # the prompt's last word goes on in the answer
-    text = (directory / "chat_template.jinja").read_text()
-    text = text.replace("+ m.content", "+ ('moss' if m.role == 'assistant' else '') + m.content")
-    (directory / "chat_template.jinja").write_text(text)
+    directory = place(*GOES_ON)
     chat = open_chat(directory)
     seen = 0
     for answer in ("y", " and", "es", "\n", "."):
@@ -116,6 +118,38 @@ def test_characters_that_merge_across_the_border_do_not(place):
             assert ids == chat.prompt_ids(messages[:turn])
             assert plain(directory).decode(said, False) == messages[turn]["content"] + "<|im_end|>"
     assert seen > 0
+
+
+def test_an_answer_that_is_encoded_apart_is_not_in_the_sequence_of_those_before_it(place):
+    directory = place(*GOES_ON)
+    chat = open_chat(directory)
+    found = chat.sequences(Example(talk("Hi?", "!", "So?", "es!")))
+    assert found.counts["straddles"] == 1
+    said = [[plain(directory).decode(ids, False) for _, ids in spans(one.ids, one.trained)]
+            for one in found.sequences]  # fmt: skip
+    assert sorted(said) == [["!<|im_end|>"], ["es!<|im_end|>"]]
+    assert all(one.trained[-1] for one in found.sequences)
+
+
+def test_an_answer_that_is_encoded_apart_gets_no_mark_of_a_beginning_text(place):
+    directory = place(*GOES_ON, source=SMALL / "fallback")
+    found = open_chat(directory).sequences(Example(talk("Hi?", "ter!")))
+    assert found.counts["straddles"] == 1
+    ((_, ids),) = [pair for one in found.sequences for pair in spans(one.ids, one.trained)]
+    tokens = [plain(directory).id_to_token(n) for n in ids]
+    assert "".join(tokens) == "ter!<|im_end|>"
+
+
+def test_an_answer_without_an_end_is_not_ended_by_the_prompt(tmp_path):
+    text = (
+        "{%- for m in messages %}{{ m.role + ':' + m.content }}"
+        "{{ '<|im_end|>' if m.content != 'No.' }}{% endfor %}"
+    )
+    chat = open_chat(make(tmp_path / "t", text, TOKENS))
+    assert len(chat.sequences(Example(talk("Hi?", "Yes."))).sequences) == 1
+    key, why = key_of(chat, talk("Hi?", "No."))
+    assert key == "end_of_turn"
+    assert why.startswith("turn 1: no end-of-turn token after the answer")
 
 
 def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
@@ -135,6 +169,10 @@ def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
             "m.content.replace('Yes', '')",
             talk("Hi?", "Yes."),
             "turn 1: the template drops the assistant's text",
+        ),
+        (
+            "m.content[:40]",
+            *(talk("Hi?", " ".join(map(str, range(40)))), "drops the assistant's text"),
         ),
         ("(m.content if m.role != 'user' else '')", talk("Hi?", "Yes."), r"before it \(user\)"),
         (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import shape
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -31,17 +32,8 @@ from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import census, on_meta
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+SMALL = shape(16, 2, 2, num_key_value_heads=1, vocab_size=61)
+SMALL |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 CONFIGS: dict[str, Any] = {
     "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
