@@ -12,7 +12,7 @@ def start(server: Server, folder: Path, host_bytes: int, package: str, *override
     made = tiny_config(folder / "run")
     made["distributed"] = {"timeout_minutes": 1.0}
     path = write_config(folder, made)
-    arguments = ["call", "helpers.unequal", "train", str(path), str(host_bytes), package]
+    arguments = ["call", "helpers.odd_ranks", "unequal", str(path), str(host_bytes), package]
     codes = server.run([*arguments, *overrides], 2, folder)
     said = (folder / "output.txt").read_text()
     assert codes == [2, 2], said

@@ -69,7 +69,7 @@ def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: obje
 def test_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
     server: Server, config: Path, tmp_path: Path
 ) -> None:
-    arguments = ["call", "helpers.launched_wrong", "alone", str(config)]
+    arguments = ["call", "helpers.odd_ranks", "alone", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "thinks it is alone", "WORLD_SIZE")
 
@@ -283,7 +283,7 @@ def test_ranks_with_another_config_are_named(
 
 
 def test_ranks_with_other_versions_are_named(server: Server, config: Path, tmp_path: Path) -> None:
-    arguments = ["call", "helpers.launched_wrong", "other_version", str(config)]
+    arguments = ["call", "helpers.odd_ranks", "of_another_version", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "tokenizers on rank 1 = 0.0.1")
 

@@ -330,7 +330,7 @@ def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
 
 def test_a_disk_without_room_is_refused_before_training(server: Server, tmp_path: Path) -> None:
     path = write_config(tmp_path, tiny_config(tmp_path / "run"))
-    arguments = ["call", "helpers.full_disk", "train", str(path), "1000000"]
+    arguments = ["call", "helpers.odd_ranks", "on_a_full_disk", str(path), "1000000"]
     codes = server.run(arguments, 1, tmp_path)
     said = (tmp_path / "output.txt").read_text()
     assert codes == [2], said

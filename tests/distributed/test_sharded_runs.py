@@ -53,7 +53,9 @@ def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(
     made = config(tmp_path / "run", strategy, evaluation__prompts=["The planet"])
     made["distributed"]["timeout_minutes"] = 0.2
     path = write_config(tmp_path, made)
-    codes = server.run(["call", "helpers.drawing", "diverged", "1", str(path)], 2, tmp_path)
+    codes = server.run(
+        ["call", "helpers.odd_ranks", "with_bad_samples", "1", str(path)], 2, tmp_path
+    )
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()
     found = lines(tmp_path / "run", "sample")
     assert [one["step"] for one in found] == [0, 3, 6]
