@@ -1,12 +1,14 @@
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import corpus
 
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import START, Lane, Lanes
+from llmtrain.data.documents.row_places import units_of
+from llmtrain.data.lanes import START, Lane, Lanes, default_lanes
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
@@ -73,3 +75,37 @@ def test_everything_is_counted_once_wherever_the_lanes_are_opened_again(tmp_path
         found = [again.take(n) for n in range(g, len(blocks))]
         assert [one.counts for one in found] == [one.counts for one in blocks[g:]], g
         assert all((a.ids == b.ids).all() for a, b in zip(found, blocks[g:], strict=True))
+
+
+class Noting:
+    """A reader of files here that notes which units a lane expects of a remote source."""
+
+    def __init__(self):
+        self.reading, self.units, self.expected = Reading(60), self, []
+        self._reader = Reader(self.reading)
+
+    def documents(self, source, unit, epoch, *, needed):
+        return self._reader.documents(replace(source, remote=False), unit, epoch, needed=needed)
+
+    def expect(self, source, unit):
+        self.expected.append(unit)
+
+
+def test_the_next_unit_is_expected_in_the_next_epoch_too_but_not_behind_the_last(tmp_path):
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(40), group=10)
+    tokenizer = corpus.write_tokenizer(tmp_path / "tokenizer")
+    source = {"path": str(path), "max_epochs": 2}
+    manifest = corpus.manifest_of(tokenizer, source, lanes=1, seq_len=64)
+    manifest = replace(manifest, sources=(replace(manifest.sources[0], remote=True),))
+    reader = Noting()
+    lane = Lane(manifest, Encoder(open_tokenizer(tokenizer)), reader, 0, 0, [START])
+    documents = list(lane.walk(0, START, again=False))[:-1]
+    read = list(dict.fromkeys((one.epoch, one.unit) for one in documents))
+    assert len(read) == 8
+    order = [units_of(manifest, 0, epoch, 0)[unit] for epoch, unit in read]
+    assert reader.expected == [manifest.sources[0].units[u] for u in order[1:]]
+
+
+def test_lanes_of_texts_are_a_multiple_of_24_or_48():
+    assert [default_lanes(1, units) for units in (1, 767, 768)] == [24, 24, 48]
+    assert [default_lanes(n, 10) for n in (5, 8, 16)] == [120, 24, 48]
