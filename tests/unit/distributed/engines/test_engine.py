@@ -9,7 +9,7 @@ from helpers.rings import needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import engine, replicas
+from llmtrain.distributed.engines import engine, replicas, state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
@@ -77,8 +77,8 @@ def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str)
     sums = vector(float(launched.engine.squares()), **refused)
     launched.engine.clip(sums, 1e-3)
     launched.engine.step(0.0, sums)
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
+    for held in optimizer.state.values():
+        held["exp_avg"].zero_()
     backward(launched, ours)
     launched.engine.clip(vector(1.0), 2.0)  # no need to clip
     launched.engine.step(0.0, vector(1.0))
@@ -149,12 +149,12 @@ def test_a_forbidden_step_changes_no_weight_moment_or_count(
     backward(launched, model)
     launched.engine.step(1.0, vector(1.0))
     before = [p.detach().clone() for p in model.parameters()]
-    state = copy.deepcopy(list(optimizer.state.values()))
+    moments = copy.deepcopy(list(optimizer.state.values()))
     backward(launched, model)
     next(model.parameters()).grad.fill_(float("nan"))
     launched.engine.step(1.0, vector(**forbidden))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    for now, then in zip(optimizer.state.values(), state, strict=True):
+    for now, then in zip(optimizer.state.values(), moments, strict=True):
         assert now.keys() == then.keys()
         assert all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(then[k])) for k in then)
 
@@ -182,6 +182,30 @@ def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
         assert launched.accelerator.mixed_precision == "no"
     finally:
         close()
+
+
+def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_share() -> None:
+    model = tiny()
+    model.register_buffer("seen", torch.arange(3.0))
+    optimizer = make_optimizer(model, OptimizerConfig(), fused=False)
+    create_state(optimizer, 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    spec = state.spec(model, optimizer, 1 << 30)
+    written: dict[int, dict[str, int]] = {}
+    for rank in (0, 1):
+        place = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
+        one = TorchEngine(place, None)
+        one._bare, one._optimizer, one._parameters = model, optimizer, list(model.parameters())
+        counted = sum(p.numel() for p in model.parameters()) if rank == 0 else 0
+        assert float(one.squares()) == counted
+        pieces = list(one.pieces(spec, writing=True, dealt=True))
+        written[rank] = {piece.name: piece.data.numel() for piece in pieces}
+    assert ("seen" in written[0], "seen" in written[1]) == (True, False)
+    names = written[0].keys() | written[1].keys()
+    sizes = {name: sum(each.get(name, 0) for each in written.values()) for name in names}
+    held = {name: math.prod(one.shape) for part in spec.values() for name, one in part.items()}
+    assert sizes == held
 
 
 def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
