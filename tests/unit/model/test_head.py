@@ -181,7 +181,26 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_them(change: float) -> 
     assert model.training
 
 
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 def test_without_a_linear_head_there_is_a_reason() -> None:
+    for head in (torch.nn.Sequential(torch.nn.Linear(32, 97)), Doubled(32, 97)):
+        model = build("llama")
+        model.lm_head = head
+        assert examine(model) == f"its head is no plain linear layer but {type(head).__name__}"
+
+
+def test_a_model_that_calls_its_head_twice_keeps_its_logits() -> None:
     model = build("llama")
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-    assert "Sequential" in str(examine(model))
+    own = model.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        output = own(*arguments, **keywords)
+        model.lm_head(torch.zeros(1, 32))
+        return output
+
+    model.forward = forward  # type: ignore[method-assign]
+    assert examine(model) == "it does not call its head once"

@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
+    PhiConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
@@ -215,6 +216,11 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
     assert second.value == "fc1"
 
 
+def test_a_part_of_a_name_is_no_pattern_of_it() -> None:
+    with pytest.raises(UserError, match="nearest: "):
+        adapters.find_targets(bare(), "proj")
+
+
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
 def test_naming_what_gets_no_adapter_is_refused(named: str) -> None:
     with pytest.raises(UserError, match="get no adapter"):
@@ -286,6 +292,14 @@ def test_an_untied_head_trains_its_own_rows() -> None:
     assert [name.split(".")[-3] for name in names] == ["embed_tokens", "lm_head"]
 
 
+def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it() -> None:
+    model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
+    assert model.lm_head.bias is not None
+    adapters.attach(model, asked(), (3,))
+    (name,) = (one for one in state.named_tensors(model) if "token" in one)
+    assert "embed_tokens" in name
+
+
 def test_a_loss_module_shows_accelerate_no_wrapped_embedding() -> None:
     module = LossModule(adapted("tied", tokens=(3,)))
     assert module.get_input_embeddings() is None
@@ -311,6 +325,9 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
 def test_an_adapter_of_another_base_is_refused() -> None:
     saved = adapters.files(adapted(), BASE)["adapter.json"]
     adapters.refuse_other_base(saved, BASE, "step-00000004")
+    for alone in ({"path": "c/d"}, {"revision": "9e0d0123456789ab"}):
+        with pytest.raises(UserError, match=r"a/b@1f3c01234567"):
+            adapters.refuse_other_base(saved, replace(BASE, **alone), "step-00000004")
     other = Base("c/d", "9e0d0123456789ab", None)
     with pytest.raises(UserError) as raised:
         trainable.refuse_other_base(saved, other, "step-00000004")
