@@ -207,6 +207,16 @@ def failing(monkeypatch, error, times, only=MODEL):
     monkeypatch.setattr(Path, "open", opened)
 
 
+def test_a_defect_beside_a_disk_that_does_not_answer_is_not_the_disks(root, monkeypatch):
+    def broken(path, name, extent):
+        raise OSError(errno.EIO, "Input/output error") if name == MODEL else ValueError("a defect")
+
+    monkeypatch.setattr(check, "extent", broken)
+    with pytest.raises(RunError, match="a defect") as caught:
+        found(root, 3)
+    assert caught.value.exit_code == 1
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_a_disk_that_answers_at_the_third_try_is_no_trouble(root, monkeypatch, error):
     failing(monkeypatch, error, times=2)

@@ -163,6 +163,7 @@ def test_a_cap_shows_although_the_logits_of_a_new_model_are_small() -> None:
     assert examine(model) == Head()
     model.config.final_logit_softcapping = 30.0
     assert examine(model) == Head(softcap=30.0)
+    assert examine(build("llama", final_logit_softcapping=1000.0)) == Head()  # it does not cap
 
 
 @pytest.mark.parametrize("change", [1.0, 5e-5])  # of the largest logit
