@@ -1,11 +1,50 @@
 """Killed or stopped anywhere, the same command goes on, and ends where a straight run ends."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.ranks import Server
+from helpers.ranks import Server, until
 from helpers.tiny import lines, tiny_config, weights, write_config
+
+from llmtrain.checkpoint import format as form
+
+
+def test_another_number_of_processes_sees_the_same_batches(server: Server, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "a" / "run", training__steps=32, checkpoint__every_steps=12)
+    path = write_config(tmp_path / "a", config)
+    assert server.run(["train", str(path)], 2, tmp_path / "a") == [0, 0]
+
+    moved = tiny_config(tmp_path / "b" / "run", training__steps=32, checkpoint__every_steps=12)
+    path = write_config(tmp_path / "b", moved)
+    ranks = server.start(["train", str(path)], 2, tmp_path / "b")
+    saved = tmp_path / "b" / "run" / "checkpoints" / "step-00000012"
+    until(saved.is_dir, "a checkpoint")
+    ranks.kill()
+    add_to_state(saved, rng=[{"python": [3]}, {"python": [3]}])  # as earlier versions wrote it
+    assert server.run(["train", str(path)], 3, tmp_path / "b") == [0, 0, 0]
+
+    expected, found = (lines(tmp_path / name / "run", "train") for name in "ab")
+    resumed = lines(tmp_path / "b" / "run", "start")[-1]
+    assert resumed["resumed_from"] == "step-00000012"
+    assert len(found) == len(expected) == 32
+    for one, other in zip(found, expected, strict=True):
+        assert one["batch_digest"] == other["batch_digest"]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    (ignored,) = (e for e in lines(tmp_path / "b" / "run", "event") if e["event"] == "rng_ignored")
+    assert (ignored["step"], ignored["detail"]) == (12, {"checkpoint": "step-00000012"})
+
+
+def add_to_state(checkpoint: Path, **fields: object) -> None:
+    """Rewrite `trainer_state.json` with these fields more, and its digest in the manifest."""
+    file, manifest = checkpoint / "trainer_state.json", checkpoint / "manifest.json"
+    body = json.dumps(json.loads(file.read_bytes()) | fields).encode()
+    file.write_bytes(body)
+    parsed = form.parse(manifest.read_bytes())
+    entry = form.Entry(len(body), form.extents_of(body))
+    parsed = replace(parsed, files={**parsed.files, file.name: entry})
+    manifest.write_bytes(form.build(parsed))
 
 
 def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import chats, corpus
-from helpers.bases import shape
+from helpers.bases import small_fields
 from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, weights, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmtrain
 
 STEPS = 20
-SMALL = shape(32, 2, 4)
+SMALL = small_fields(32, 2, 4)
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 DELTA = {
     "linear_num_key_heads": 2,

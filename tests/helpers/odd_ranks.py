@@ -28,7 +28,7 @@ from llmtrain.distributed.engines import accelerator
 from llmtrain.model import build
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import lock, status
-from llmtrain.training import loop, sample
+from llmtrain.training import evaluate, loop
 from llmtrain.training.start import processes, weights
 
 OUT_OF_MEMORY = (
@@ -40,7 +40,7 @@ OUT_OF_MEMORY = (
 def with_bad_samples(rank: str, config: str) -> None:
     """One rank's logits are not finite, but only those of samples."""
     if os.environ["RANK"] == rank:
-        sample._TEMPERATURE = float("nan")
+        evaluate._TEMPERATURE = float("nan")
     main(["train", config])
 
 

@@ -211,7 +211,7 @@ def test_a_defect_beside_a_disk_that_does_not_answer_is_not_the_disks(root, monk
     def broken(path, name, extent):
         raise OSError(errno.EIO, "Input/output error") if name == MODEL else ValueError("a defect")
 
-    monkeypatch.setattr(check, "extent", broken)
+    monkeypatch.setattr(format, "check_extent", broken)
     with pytest.raises(RunError, match="a defect") as caught:
         found(root, 3)
     assert caught.value.exit_code == 1

@@ -116,7 +116,7 @@ def test_a_link_that_leads_nowhere_has_a_checkpoints_name_too(tmp_path):
 
 def test_a_file_that_grew_while_it_was_written_fails_the_save(tmp_path):
     begun = write.begin(tmp_path, 300, SPEC, {"config.json": b"{}"}, Alone(), RUN)
-    extents = write.pieces(begun, whole(SPEC, tensors(SPEC, 300)))
+    extents = write.write_pieces(begun, whole(SPEC, tensors(SPEC, 300)))
     with (begun.partial / MODEL).open("ab") as file:
         file.write(b"x")
     failed = write.commit(begun, extents, None, Alone())

@@ -45,9 +45,9 @@ def test_elsewhere_each_line_stays_and_there_is_nothing_to_remove(capsys):
 
 
 def test_a_command_shows_on_a_terminal_what_takes_long_and_then_removes_it(monkeypatch, capsys):
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress, "_BUSY_AFTER_SECONDS", 0.0)
-    monkeypatch.setitem(progress._SECONDS_BETWEEN, True, 0.001)
+    monkeypatch.setattr(options.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(options, "_BUSY_AFTER_SECONDS", 0.0)
+    monkeypatch.setitem(options._SECONDS_BETWEEN, True, 0.001)
     shown = []
     monkeypatch.setattr(ProgressLine, "show", lambda line, text, **_: shown.append(text))
     with busy("loading") as end:

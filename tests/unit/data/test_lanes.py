@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers import corpus
 
-from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.documents.row_places import units_of
+from llmtrain.data.documents.reader import Reader, Reading, units_of
 from llmtrain.data.lanes import START, Lane, Lanes, default_lanes
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bases import shape
+from helpers.bases import small_fields
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from llmtrain.model.loss import LossModule, made_up_batch
 CPU = torch.device("cpu")
 VOCABULARY = 61
 SEQ_LEN = 24
-SMALL = shape(32, 2, 4)
+SMALL = small_fields(32, 2, 4)
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 WINDOW = {**GROUPED, "head_dim": 8, "sliding_window": 6}
 MODELS: dict[str, dict[str, Any]] = {

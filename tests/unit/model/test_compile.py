@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bases import shape
+from helpers.bases import small_fields
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 CPU = torch.device("cpu")
 SEQ_LEN = 16
-SMALL = shape(16, 2, 2, num_key_value_heads=1, head_dim=8)
+SMALL = small_fields(16, 2, 2, num_key_value_heads=1, head_dim=8)
 WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SMALL,

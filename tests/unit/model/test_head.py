@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.bases import shape
+from helpers.bases import small_fields
 from helpers.rings import needs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -14,7 +14,7 @@ from llmtrain.model.count import fake_tensors
 from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
 from llmtrain.model.shape import from_config
 
-SMALL = shape(32, 2, 4, num_key_value_heads=2, head_dim=8, vocab_size=97)
+SMALL = small_fields(32, 2, 4, num_key_value_heads=2, head_dim=8, vocab_size=97)
 SMALL |= {"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 OLDER = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

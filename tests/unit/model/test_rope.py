@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bases import shape
+from helpers.bases import small_fields
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,7 +32,7 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.03, 2.0, 20.0, 60.0],
 }
 DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-SMALL = shape(32, 4, 4, num_key_value_heads=2, vocab_size=199, max_position_embeddings=128)
+SMALL = small_fields(32, 4, 4, num_key_value_heads=2, vocab_size=199, max_position_embeddings=128)
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": ORIGINAL, "rope_parameters": LONGROPE},

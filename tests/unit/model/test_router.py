@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.bases import shape
+from helpers.bases import small_fields
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -17,7 +17,7 @@ from llmtrain.model.attention import padding_tensors
 from llmtrain.model.loss import LossModule
 
 SEQ_LEN, SHARE = 96, 0.5  # the coefficient is made large
-SMALL = shape(32, 4, 4, num_key_value_heads=2, head_dim=8, vocab_size=199)
+SMALL = small_fields(32, 4, 4, num_key_value_heads=2, head_dim=8, vocab_size=199)
 SMALL |= {"max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL |= {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": SHARE}
 MODELS: dict[str, dict[str, Any]] = {

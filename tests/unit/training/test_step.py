@@ -63,9 +63,7 @@ def each_step(monkeypatch: pytest.MonkeyPatch, begins: Any) -> None:
     monkeypatch.setattr(loop, "finish", lambda run: (begins(run, None), finish(run))[1])
 
 
-def test_a_step_reads_nothing_from_the_device(
-    config: Any, monkeypatch: pytest.MonkeyPatch, counting: ModuleType
-) -> None:
+def test_a_step_reads_nothing_from_the_device(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where operations are queued. The last step, behind which the run is saved, is left out."""
     monkeypatch.setattr(engine, "is_asynchronous", lambda device: True)
     found: list[str] = []
@@ -119,7 +117,7 @@ def test_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
-    tmp_path: Path, counting: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tuned loop is counted beside it, as torch and Python have their own numbers of calls."""
     recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]

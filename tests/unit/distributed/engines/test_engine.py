@@ -9,7 +9,7 @@ from helpers.rings import needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import engine, replicas, state
+from llmtrain.distributed.engines import engine, state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
@@ -213,10 +213,10 @@ def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
 ) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(
-        replicas, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
+        engine, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
     )
     model = tiny()
-    adapters.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
+    trainable.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
     pair = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
     pair._bare = model
     assert pair.unequal_replicas() == pair.unequal_replicas(base=True) == {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.bases import shape
+from helpers.bases import small_fields
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import census, on_meta
 
-SMALL = shape(16, 2, 2, num_key_value_heads=1, vocab_size=61)
+SMALL = small_fields(16, 2, 2, num_key_value_heads=1, vocab_size=61)
 SMALL |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 CONFIGS: dict[str, Any] = {
@@ -218,7 +218,7 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
 
 def test_a_part_of_a_name_is_no_pattern_of_it() -> None:
     with pytest.raises(UserError, match="nearest: "):
-        adapters.find_targets(bare(), "proj")
+        trainable.find_targets(bare(), "proj")
 
 
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
@@ -234,9 +234,9 @@ def test_layers_whose_weights_a_kernel_reads_get_no_adapter() -> None:
     linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     mixer = "backbone.layers.0.mixer"
     assert {"x_proj", "dt_proj", "out_proj"} <= {name.rpartition(".")[2] for name in linear}
-    assert adapters.find_targets(model, "auto") == (f"{mixer}.in_proj",)
+    assert trainable.find_targets(model, "auto") == (f"{mixer}.in_proj",)
     with pytest.raises(UserError, match="get no adapter"):
-        adapters.find_targets(model, "x_proj")
+        trainable.find_targets(model, "x_proj")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
@@ -295,7 +295,7 @@ def test_an_untied_head_trains_its_own_rows() -> None:
 def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it() -> None:
     model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
     assert model.lm_head.bias is not None
-    adapters.attach(model, asked(), (3,))
+    trainable.attach(model, asked(), (3,))
     (name,) = (one for one in state.named_tensors(model) if "token" in one)
     assert "embed_tokens" in name
 
@@ -323,11 +323,11 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
 
 
 def test_an_adapter_of_another_base_is_refused() -> None:
-    saved = adapters.files(adapted(), BASE)["adapter.json"]
-    adapters.refuse_other_base(saved, BASE, "step-00000004")
+    saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
+    trainable.refuse_other_base(saved, BASE, "step-00000004")
     for alone in ({"path": "c/d"}, {"revision": "9e0d0123456789ab"}):
         with pytest.raises(UserError, match=r"a/b@1f3c01234567"):
-            adapters.refuse_other_base(saved, replace(BASE, **alone), "step-00000004")
+            trainable.refuse_other_base(saved, replace(BASE, **alone), "step-00000004")
     other = Base("c/d", "9e0d0123456789ab", None)
     with pytest.raises(UserError) as raised:
         trainable.refuse_other_base(saved, other, "step-00000004")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import chats, corpus
-from helpers.bases import shape
+from helpers.bases import small_fields
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -19,7 +19,7 @@ from llmtrain.training.start.prepare import prepare
 from llmtrain.training.start.trials import bare_forward, check_padding, small_model, why_apart
 
 CPU = torch.device("cpu")
-SMALL = shape(32, 2, 4, num_key_value_heads=2)
+SMALL = small_fields(32, 2, 4, num_key_value_heads=2)
 GPT_OSS = {
     **SMALL,
     "model_type": "gpt_oss",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.bases import shape
+from helpers.bases import small_fields
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -19,7 +19,7 @@ from llmtrain.training.start.trials import bare_forward, check_documents_apart, 
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
-SMALL = shape(32, 3, 4)
+SMALL = small_fields(32, 3, 4)
 APART: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
