@@ -74,7 +74,7 @@ TESTED = """
 
 - Every strategy trains what a loop of torch and transformers alone trains: losses within 1e-5 in
   fp32 and 2e-2 in bf16, on 1 to 4 processes, whatever is masked, tied, frozen, odd or recomputed
-  (`tests/distributed/test_di_sharding.py`, `tests/distributed/test_di_zero.py`).
+  (`tests/distributed/test_sharding.py`, `tests/distributed/test_zero.py`).
 - Every strategy on 1, 2 or 3 processes reads what any has written, writes the same bytes again, and
   goes on within 1e-5 (`tests/distributed/test_portability.py`).
 - Help, completion and a wrong config import nothing heavy (`tests/unit/cli/test_main.py`).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 # As every launcher does, before anything imports torch: tests run side by side, and threads that
 # spin for each other take the cores from what they wait for.
@@ -14,8 +13,6 @@ import pytest
 from helpers import rings
 from helpers.ranks import Server
 from hypothesis import settings
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 settings.register_profile("sweep", max_examples=1000)  # of `make test-slow`
 
@@ -41,11 +38,3 @@ def server() -> Iterator[Server]:
     made = Server()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Real articles and tokenizers, where they lie beside the checkout."""
-    if not SHARED.is_dir():
-        pytest.skip(f"the development data is not at {SHARED}")
-    return SHARED

@@ -1,7 +1,5 @@
 """Reports in a real browser. Screenshots go to LLMTRAIN_TEST_SHOTS, if that names a directory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

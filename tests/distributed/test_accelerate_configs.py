@@ -3,8 +3,6 @@
 Two launches at a time: while one imports, which one core does, the other trains.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Whole runs of adapters: killed and resumed, under each strategy, and loaded by peft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -97,7 +95,7 @@ def saved(run_dir: Path, step: int = STEPS) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "strategy"), KILLED)
-def test_ft_25_adapters_that_were_killed_and_resumed_end_in_the_same_bits(
+def test_adapters_that_were_killed_and_resumed_end_in_the_same_bits(
     server: Server, tmp_path: Path, straight: Any, base: Path, kind: str, strategy: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -117,7 +115,7 @@ def test_ft_25_adapters_that_were_killed_and_resumed_end_in_the_same_bits(
 
 
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
-def test_ft_21_ft_23_a_checkpoint_holds_every_adapter_whole_and_nothing_of_the_base(
+def test_a_checkpoint_holds_every_adapter_whole_and_nothing_of_the_base(
     straight: Any, base: Path, kind: str, strategy: str
 ) -> None:
     directory = saved(straight[kind, strategy])
@@ -140,9 +138,7 @@ def test_ft_21_ft_23_a_checkpoint_holds_every_adapter_whole_and_nothing_of_the_b
 
 
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
-def test_ft_22_the_adapters_of_every_rank_are_trained(
-    straight: Any, kind: str, strategy: str
-) -> None:
+def test_the_adapters_of_every_rank_are_trained(straight: Any, kind: str, strategy: str) -> None:
     """B begins at zero: rows that a rank does not train would still be zero."""
     first, last = (load_file(saved(straight[kind, strategy], n) / FILE) for n in (EVERY, STEPS))
     for name, tensor in last.items():

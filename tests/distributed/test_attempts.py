@@ -1,7 +1,5 @@
 """What a launcher's second attempt finds: the store of the first, with its dead addresses."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -43,9 +41,7 @@ def test_nodes_that_count_attempts_differently_meet(server: Server, tmp_path: Pa
 
 
 @pytest.mark.slow  # the launchers of tests/distributed/test_slurm.py restart a rank, too
-def test_di_28_a_rank_that_its_launcher_restarts_resumes_exactly(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_rank_that_its_launcher_restarts_resumes_exactly(server: Server, tmp_path: Path) -> None:
     paths = {}
     for name in ("straight", "killed"):
         config = tiny_config(

@@ -1,7 +1,5 @@
 """Runs that begin with weights: with more rows, under every strategy, and later without them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -95,11 +93,17 @@ def test_a_base_that_grows_trains_the_same_under_every_strategy(
     assert [generation(found, n) for n in (2, STEPS, STEPS + 1)] == [GENERATION] * 3
 
 
-def test_ft_04_ranks_of_a_sharded_run_read_no_weights_but_one(
+def test_ranks_of_a_sharded_run_read_no_weights_but_one(
     server: Server, tmp_path: Path, base: Path
 ) -> None:
     path = write_config(tmp_path, config(tmp_path / "run", base, "fsdp2"))
-    arguments = ["call", "helpers.watched_build", "train", str(path), str(tmp_path / "seen")]
+    arguments = [
+        "call",
+        "helpers.odd_ranks",
+        "noting_what_is_built",
+        str(path),
+        str(tmp_path / "seen"),
+    ]
     assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
     first, second = (json.loads((tmp_path / f"seen.{rank}").read_text()) for rank in (0, 1))
     assert [one.split("@")[0] for one in first["read"]] == [str(base)]

@@ -1,7 +1,5 @@
 """The same batches and losses, however a step is dealt out over processes and workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

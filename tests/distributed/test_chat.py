@@ -1,7 +1,5 @@
 """Runs on conversations: the same batches on any number of processes, bad rows, ends of turns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,7 @@ def test_a_resume_on_two_processes_has_the_same_batches_and_losses(
         assert one["tokens"] == two["tokens"]
 
 
-def test_ft_32_a_checkpoint_ends_at_the_end_of_a_turn(straight: Path) -> None:
+def test_a_checkpoint_ends_at_the_end_of_a_turn(straight: Path) -> None:
     (start,) = lines(straight / "run", "start")
     checkpoint = straight / "run" / "checkpoints" / f"step-{STEPS:08d}"
     settings = json.loads((checkpoint / "generation_config.json").read_text())
@@ -174,7 +172,7 @@ def test_a_later_bad_row_ends_all_ranks_with_its_line(server: Server, tmp_path: 
     assert status(tmp_path / "run")["exit_code"] == 2
 
 
-@pytest.mark.slow  # counted in tests/unit/data/test_ft_lanes.py
+@pytest.mark.slow  # counted in tests/unit/data/test_chat_lanes.py
 def test_bad_rows_are_skipped_and_counted_where_that_is_asked(
     server: Server, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """Runs whose blocks torch's inductor has compiled, on two processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.ranks import Server, until
@@ -23,7 +21,7 @@ def compiled_config(run_dir: Path) -> dict:
     )
 
 
-def test_pf_5_compiled_blocks_resume_in_equal_bits_and_are_compiled_once(
+def test_compiled_blocks_resume_in_equal_bits_and_are_compiled_once(
     server: Server, tmp_path: Path
 ) -> None:
     runs = {name: tmp_path / name / "run" for name in ("straight", "killed")}

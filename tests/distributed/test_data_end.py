@@ -1,7 +1,5 @@
 """What the data does to a run: it ends, it fails under way, it is exchanged on purpose."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

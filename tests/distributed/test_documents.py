@@ -1,7 +1,5 @@
 """Whole runs in which the documents of a block are hidden from each other."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run does with its evaluations: by source, the best is saved, patience ends the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole runs on a data set of the Hub: faults, an outage beyond all patience, no network at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -71,7 +69,7 @@ def check(run_dir: Path, expected: Path) -> None:
     assert weights(run_dir, STEPS) == weights(expected, STEPS)
 
 
-def test_ux_18_passing_faults_change_no_bit_and_nothing_is_kept_but_what_a_run_is_for(
+def test_passing_faults_change_no_bit_and_nothing_is_kept_but_what_a_run_is_for(
     server: Server, tmp_path: Path, away: hub.Hub, expected: Path, files: Path
 ) -> None:
     away.mixture = hub.mixture(3, share=0.15)

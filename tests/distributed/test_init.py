@@ -1,7 +1,5 @@
 """What `llmtrain init` writes trains as it stands, for each form of rows and each kind of base."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a person has who installs the package from an index: a wheel, and an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -67,7 +65,7 @@ def files_of(folder: Path) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
-def test_ux_01_the_package_itself_is_pure_python_and_has_all_its_files(built: Path) -> None:
+def test_the_package_itself_is_pure_python_and_has_all_its_files(built: Path) -> None:
     assert re.fullmatch(r"llmtrain-[\d.]+-py3-none-any\.whl", wheel(built).name)
     with zipfile.ZipFile(wheel(built)) as opened:
         names = set(opened.namelist())

@@ -1,7 +1,5 @@
 """`llmtrain.train` in a program of one's own: what a run leaves behind in its process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one rank cannot do, all refuse together, before they are a process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ def start(server: Server, folder: Path, host_bytes: int, package: str, *override
     made = tiny_config(folder / "run")
     made["distributed"] = {"timeout_minutes": 1.0}
     path = write_config(folder, made)
-    arguments = ["call", "helpers.unequal", "train", str(path), str(host_bytes), package]
+    arguments = ["call", "helpers.odd_ranks", "unequal", str(path), str(host_bytes), package]
     codes = server.run([*arguments, *overrides], 2, folder)
     said = (folder / "output.txt").read_text()
     assert codes == [2, 2], said

@@ -6,8 +6,6 @@ each of six forms reads two checkpoints of fp32, and each is read by two; four f
 one. All 144 pairs of either are a sweep.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

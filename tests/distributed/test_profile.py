@@ -1,7 +1,5 @@
 """Profiled steps of a run on two processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Votes and broadcasts between real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

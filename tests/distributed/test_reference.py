@@ -1,7 +1,5 @@
 """A run's numbers against a loop written by hand with transformers and PyTorch alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replicas on real ranks: equal after updates; those that differ are named, on every rank."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,90 +1,14 @@
 """Killed or stopped anywhere, the same command goes on, and ends where a straight run ends."""
 
-from __future__ import annotations
-
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.ranks import Server, until
-from helpers.tiny import lines, status, tiny_config, weights, write_config
+from helpers.tiny import lines, tiny_config, weights, write_config
 
 from llmtrain.checkpoint import format as form
-from llmtrain.hashing import mix
-
-STEPS = 24
-
-
-def dropout_config(run_dir: Path, world_size: int) -> dict:
-    """Accumulation 2, dropout 0.1, a checkpoint every 4 steps."""
-    config = tiny_config(
-        run_dir,
-        training__steps=STEPS,
-        training__global_batch_size=4 * world_size,
-        checkpoint__every_steps=4,
-        evaluation__every_steps=8,
-    )
-    config["model"]["config"] = {
-        "model_type": "gpt2",
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 32,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-    }
-    return config
-
-
-def straight(server: Server, folder: Path, world_size: int) -> Path:
-    run_dir = folder / "run"
-    path = write_config(folder, dropout_config(run_dir, world_size))
-    assert server.run(["train", str(path)], world_size, folder) == [0] * world_size
-    return run_dir
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_three_kills_end_in_the_bits_of_a_straight_run(
-    server: Server, tmp_path: Path, world_size: int
-) -> None:
-    expected = straight(server, tmp_path / "straight", world_size)
-    folder = tmp_path / "killed"
-    run_dir = folder / "run"
-    path = write_config(folder, dropout_config(run_dir, world_size))
-    seed = time.time_ns()
-    for kill in range(3):
-        after = mix(seed, kill) % (STEPS // 3 - 1) + 1  # steps of this start before the kill
-        before = len(starts(run_dir))
-        ranks = server.start(["train", str(path)], world_size, folder)
-        until(lambda: len(starts(run_dir)) > before, "a start")  # noqa: B023
-        first = starts(run_dir)[-1]
-        until(lambda: newest(run_dir) >= first + after, f"{after} steps")  # noqa: B023
-        time.sleep(mix(seed, kill, 1) % 1000 / 100_000)  # anywhere in a step or a save
-        ranks.kill()
-    assert server.run(["train", str(path)], world_size, folder) == [0] * world_size, (
-        f"seed {seed}: " + (folder / "output.txt").read_text()
-    )
-    assert status(run_dir)["state"] == "finished"
-    assert status(run_dir)["restarts"] == 3
-    assert weights(run_dir, STEPS) == weights(expected, STEPS), f"seed {seed}"
-    digests = [line["batch_digest"] for line in lines(run_dir, "train")]
-    assert digests == [line["batch_digest"] for line in lines(expected, "train")]
-    left = [p.name for p in (run_dir / "checkpoints").iterdir() if not p.name.startswith("step-")]
-    assert left == []
-    assert not list(run_dir.rglob("*.partial"))
-
-
-def starts(run_dir: Path) -> list[int]:
-    """The steps at which the starts so far began, in order."""
-    return [line["step"] for line in lines(run_dir, "start")]
-
-
-def newest(run_dir: Path) -> int:
-    """The newest step that was logged, by any start."""
-    return max((line["step"] for line in lines(run_dir, "train")), default=0)
 
 
 def test_another_number_of_processes_sees_the_same_batches(server: Server, tmp_path: Path) -> None:
@@ -123,7 +47,7 @@ def add_to_state(checkpoint: Path, **fields: object) -> None:
     manifest.write_bytes(form.build(parsed))
 
 
-def test_ux_16_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
+def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
     server: Server, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -151,9 +75,7 @@ def test_ux_16_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_
     assert weights(run_dir, 8) == expected
 
 
-def test_ux_26_weights_load_with_from_pretrained_as_they_lie(
-    server: Server, tmp_path: Path
-) -> None:
+def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

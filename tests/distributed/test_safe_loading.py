@@ -1,7 +1,5 @@
 """Nothing of a checkpoint is ever unpickled, on any rank, sharded or not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ They are planted where a run could repeat them: in the names of files, in the te
 a warning and of a log line, on rank 0 and on rank 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -51,7 +49,7 @@ def test_no_canary_stands_in_a_run_that_repeats_it_in_logs_errors_and_metrics(
     path = write_config(tmp_path, config)
     env = {**CANARIES, "CANARY_RANK": rank, "LOOKS_LIKE": LOOKS_LIKE}
     env["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
-    arguments = ["call", "helpers.canary", "train", str(path)]
+    arguments = ["call", "helpers.odd_ranks", "repeating_secrets", str(path)]
     assert server.run(arguments, 2, tmp_path, env)[int(rank)] == 1
     assert_nowhere(run_dir, tmp_path / "output.txt", tmp_path / "error.json")
 

@@ -1,15 +1,11 @@
 """Whole runs of a sharded model, which rank 0 alone builds: killed, and begun from weights."""
 
-from __future__ import annotations
-
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.ranks import Server
-from helpers.tiny import lines, tiny_config, weights, write_config
+from helpers.tiny import lines, tiny_config, write_config
 
 
 def config(run_dir: Path, strategy: str, **changes: Any) -> dict[str, Any]:
@@ -31,23 +27,6 @@ def train(server: Server, folder: Path, made: dict[str, Any]) -> None:
     assert server.run(["train", str(path)], 2, folder) == [0, 0], (
         folder / "output.txt"
     ).read_text()
-
-
-def test_a_sharded_run_that_lost_its_last_steps_ends_in_the_same_bits(
-    server: Server, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    made = config(run_dir, "fsdp2")
-    made["model"]["config"] |= {"attention_dropout": 0.1}
-    train(server, tmp_path, made)
-    straight = weights(run_dir, 6)
-    shutil.rmtree(run_dir / "checkpoints" / "step-00000006")
-    said = json.loads((run_dir / "status.json").read_text())
-    said |= {"state": "running", "checkpoint": "step-00000003"}
-    (run_dir / "status.json").write_text(json.dumps(said))
-    train(server, tmp_path, made)
-    assert [line["resumed_from"] for line in lines(run_dir, "start")] == [None, "step-00000003"]
-    assert weights(run_dir, 6) == straight
 
 
 def test_a_sharded_run_begins_with_the_weights_it_is_given(server: Server, tmp_path: Path) -> None:
@@ -74,7 +53,9 @@ def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(
     made = config(tmp_path / "run", strategy, evaluation__prompts=["The planet"])
     made["distributed"]["timeout_minutes"] = 0.2
     path = write_config(tmp_path, made)
-    codes = server.run(["call", "helpers.drawing", "diverged", "1", str(path)], 2, tmp_path)
+    codes = server.run(
+        ["call", "helpers.odd_ranks", "with_bad_samples", "1", str(path)], 2, tmp_path
+    )
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()
     found = lines(tmp_path / "run", "sample")
     assert [one["step"] for one in found] == [0, 3, 6]

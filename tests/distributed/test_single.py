@@ -1,7 +1,5 @@
 """Models whose packed documents cannot be hidden from each other, tuned on conversations."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import chats, corpus
+from helpers.bases import small_fields
 from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, weights, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,12 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmtrain
 
 STEPS = 20
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+SMALL = small_fields(32, 2, 4)
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 DELTA = {
     "linear_num_key_heads": 2,

@@ -1,7 +1,5 @@
 """The batch script, with the programs of a batch system faked and real training below them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -60,7 +58,7 @@ def rank_of_node_1(job: int) -> int:
 
 
 @pytest.mark.slow  # each half by itself: test_two_nodes, test_stops
-def test_ux_27_di_28_a_killed_rank_and_the_time_limit_end_in_the_bits_of_a_straight_run(
+def test_a_killed_rank_and_the_time_limit_end_in_the_bits_of_a_straight_run(
     server: Server, slurm: Slurm, tmp_path: Path
 ) -> None:
     """The launchers restart after the kill (--max_restarts); the job is requeued at its limit."""

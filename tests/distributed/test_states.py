@@ -1,7 +1,5 @@
 """Bytes of model states: those of the plan against those of real processes, within 1 %."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from pathlib import Path

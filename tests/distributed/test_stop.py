@@ -1,7 +1,5 @@
 """However a run is asked to stop, all ranks end the step, save, and leave with 0."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -124,7 +122,7 @@ def gone(pids: list[int]) -> Callable[[], bool]:
         pytest.param(signal.SIGKILL, "launcher_lost", id="KILL", marks=pytest.mark.slow),  # as F34
     ],
 )
-def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orphan(
+def test_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orphan(
     tmp_path: Path, number: int, reason: str
 ) -> None:
     path, run_dir = endless(tmp_path)
@@ -139,7 +137,7 @@ def test_di_30_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_n
 
 
 @pytest.mark.slow
-def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Path) -> None:
+def test_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Path) -> None:
     path, run_dir = endless(tmp_path)
     launcher = launch(path, tmp_path)
     until(some_steps(run_dir), "some steps")
@@ -152,7 +150,7 @@ def test_di_30_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_pa
 
 @pytest.mark.slow  # every other run that ends asks for its code
 @pytest.mark.deeper
-def test_di_31_runs_that_start_and_end_exit_with_0_every_time(
+def test_runs_that_start_and_end_exit_with_0_every_time(
     server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A hundred in `make test-slow`: one in forty aborted where the interpreter was finalised."""

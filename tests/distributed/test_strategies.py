@@ -1,14 +1,11 @@
 """Whole runs under every strategy: the same losses, and each goes on from what another wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
-from safetensors import safe_open
 
 STEPS = 6
 WORLD = {"hsdp": 4, "zero3": 3}
@@ -150,16 +147,3 @@ def test_the_plan_is_compared_with_the_measured_peak(straight: Path) -> None:
     )
     log = (straight / "logs" / "rank-0.log").read_text()
     assert "memory compared" not in log  # resident memory is told to nobody
-
-
-def test_frozen_parameters_have_no_moments_in_a_checkpoint(server: Server, tmp_path: Path) -> None:
-    made = config(tmp_path / "run", "fsdp2")
-    made["model"]["freeze"] = ["model.embed_tokens.*", "model.layers.0.*"]
-    run(server, tmp_path, made, 2)
-    (path,) = (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}").glob("optimizer-*")
-    with safe_open(path, "np") as file:
-        names = set(file.keys())
-    assert "model.layers.1.mlp.up_proj.weight.exp_avg" in names
-    assert not [name for name in names if "embed_tokens" in name or "layers.0." in name]
-    (start,) = lines(tmp_path / "run", "start")
-    assert start["trainable_parameters"] < start["parameters"]

@@ -1,7 +1,5 @@
 """Under real launchers: a number of threads that a user has set is obeyed, theirs is replaced."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

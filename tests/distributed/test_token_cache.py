@@ -1,7 +1,5 @@
 """Runs on a token cache: the same batches for any layout and resume, the documents' own text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -97,14 +95,3 @@ def test_the_blocks_that_a_run_trains_on_are_the_documents(cache: Path, tmp_path
     for row in batch.ids:
         for piece in np.split(row, np.flatnonzero(row == tokenizer.eos) + 1):
             assert tokenizer.decode(piece).strip("\ufffd") in joined
-
-
-def test_the_wrong_tokenizer_is_one_message_and_code_2(
-    server: Server, cache: Path, tmp_path: Path
-) -> None:
-    path = write(tmp_path, cache)
-    arguments = ["train", str(path), "model.tokenizer={train: 300}"]
-    assert server.run(arguments, 1, tmp_path) == [2]
-    said = (tmp_path / "output.txt").read_text()
-    assert "sources of text" in said
-    assert "Traceback" not in said

@@ -3,8 +3,6 @@
 Ranks that need no launcher are forked in the two network namespaces; see helpers/netns.py.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -98,7 +96,7 @@ def test_a_static_launch_on_two_machines_equals_one_machine(
     assert weights(tmp_path / "run", STEPS) == weights(straight, STEPS)
 
 
-def test_ux_27_di_25_di_28_a_node_is_killed_and_the_same_commands_resume_exactly(
+def test_a_node_is_killed_and_the_same_commands_resume_exactly(
     network: Network, straight: Path, tmp_path: Path
 ) -> None:
     path, run_dir, output = written(tmp_path), tmp_path / "run", tmp_path / "output.txt"
@@ -124,7 +122,7 @@ def test_ux_27_di_25_di_28_a_node_is_killed_and_the_same_commands_resume_exactly
     assert weights(run_dir, STEPS) == weights(straight, STEPS)
 
 
-def test_di_26_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
+def test_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
     network: Network, server: Server, tmp_path: Path
 ) -> None:
     path, run_dir = written(tmp_path, 100_000, TIMEOUT_SECONDS), tmp_path / "run"
@@ -140,7 +138,7 @@ def test_di_26_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
     assert "no progress for" in status(run_dir)["reason"]
 
 
-def test_di_27_a_link_that_comes_back_changes_nothing(
+def test_a_link_that_comes_back_changes_nothing(
     network: Network, server: Server, straight: Path, tmp_path: Path
 ) -> None:
     path, run_dir = written(tmp_path), tmp_path / "run"

@@ -1,7 +1,5 @@
 """A run that was trained, evaluated, let write and exported, each in a process of its own."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -135,20 +133,20 @@ FIGURES = ("kind", "split", "loss", "perplexity", "bits_per_byte", "tokens", "by
 @pytest.mark.parametrize(
     ("kind", "precision", "world"), [("lora", "fp32", 2), ("lora", "bf16", 1), ("dora", "bf16", 1)]
 )
-def test_b_8_a_base_as_a_run_of_adapters_is_the_line_of_its_step_0_to_the_last_digit(
+def test_a_base_as_a_run_of_adapters_is_the_line_of_its_step_0_to_the_last_digit(
     server: Server, base: Path, tmp_path: Path, kind: str, precision: str, world: int
 ) -> None:
     run = tune(server, tmp_path, base, kind, precision, world)
     check_step_0(server, base, run, tmp_path / "told")
 
 
-def test_b_8_a_base_as_a_full_run_is_the_line_of_its_step_0_to_the_last_digit(
+def test_a_base_as_a_full_run_is_the_line_of_its_step_0_to_the_last_digit(
     server: Server, base: Path, tuned: Path, tmp_path: Path
 ) -> None:
     check_step_0(server, base, tuned, tmp_path)
 
 
-def test_b_8_a_run_with_one_conversation_a_block_repeats_its_lines_to_the_last_digit(
+def test_a_run_with_one_conversation_a_block_repeats_its_lines_to_the_last_digit(
     server: Server, tmp_path: Path
 ) -> None:
     """On a CPU, torch's convolution of Mamba depends on whether its weights are trained."""
@@ -173,7 +171,7 @@ def check_step_0(server: Server, base: Path, run: Path, folder: Path) -> None:
     assert (found["as"], found["model"]) == (str(run), str(base))
 
 
-def test_b_8_other_models_are_measured_as_the_run_does(
+def test_other_models_are_measured_as_the_run_does(
     server: Server, base: Path, tuned: Path, tmp_path: Path
 ) -> None:
     """Its own checkpoint, and weights of another seed, which have no rows for the new tokens."""
@@ -199,7 +197,7 @@ def test_b_8_other_models_are_measured_as_the_run_does(
         ("base", {"stride": 4, "tasks": ["a"], "chat": True}, "3 problems"),
     ],
 )
-def test_b_8_what_cannot_be_measured_as_a_run_is_refused(
+def test_what_cannot_be_measured_as_a_run_is_refused(
     base: Path, tuned: Path, tmp_path: Path, case: str, options: dict[str, Any], said: str
 ) -> None:
     from llmtrain import UserError, evaluate
@@ -241,7 +239,7 @@ def test_an_export_is_proved_by_another_process_and_scores_as_the_run(
     assert abs(scored["loss"] - loss) <= 1e-5
 
 
-def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
+def test_a_checkpoint_of_any_strategy_writes_in_one_process(
     server: Server, run: Path, tmp_path: Path
 ) -> None:
     found = told(server, tmp_path, "generate", run, "The planet", "--max-new-tokens", 12)
@@ -254,7 +252,7 @@ def test_ft_27_a_checkpoint_of_any_strategy_writes_in_one_process(
     assert found["text"] == expected
 
 
-def test_b_9_chat_holds_over_three_turns_in_a_terminal(tmp_path: Path) -> None:
+def test_chat_holds_over_three_turns_in_a_terminal(tmp_path: Path) -> None:
     """A real process in a terminal of 80 × 24; one message is too long for the model."""
     run = used.run(tmp_path / "run", chat=True)
     used.checkpoint(run, 4, used.model(max_position_embeddings=512))
@@ -361,7 +359,7 @@ def models(tmp_path_factory: Any) -> list[Path]:
 
 
 @needs("lm_eval")
-def test_ft_33_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) -> None:
+def test_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) -> None:
     folder = models[0].parent
     command = [sys.executable, "-c", LM_EVAL, str(folder / "tasks"), *map(str, models)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

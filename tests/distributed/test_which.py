@@ -1,7 +1,5 @@
 """UX-30: which documents were in step N? Asked of runs that were resumed with other weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -93,7 +91,7 @@ def rebuilt_digest(run_dir: Path, documents: list[dict], *, bestfit: bool) -> st
     return f"{total % 2**64:016x}"
 
 
-def test_ux_30_the_command_names_the_documents_of_a_step(run: Path) -> None:
+def test_the_command_names_the_documents_of_a_step(run: Path) -> None:
     command = [sys.executable, "-m", "llmtrain", "data", "which", str(run), "--step", "7"]
     done = subprocess.run([*command, "--json", "--text"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """Who writes a checkpoint changes no byte of it, under any strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,7 +29,7 @@ def test_copies_are_counted_while_they_exist_and_views_are_not() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "forms"), [(2, TWO), (3, THREE)])
-def test_ux_11_all_writers_write_the_same_files_with_no_memory_but_for_one_tensor(
+def test_all_writers_write_the_same_files_with_no_memory_but_for_one_tensor(
     server: Server, tmp_path: Path, world_size: int, forms: tuple[tuple[str, str, str], ...]
 ) -> None:
     models = sorted({model for _, _, model in forms})

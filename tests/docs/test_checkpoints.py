@@ -1,7 +1,5 @@
 """The rehearsals of docs/understand/checkpoints.md, and that they find what the page promises."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

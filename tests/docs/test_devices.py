@@ -1,7 +1,5 @@
 """The lines of docs/guides/devices.md that rehearse the launch files on CPUs, as written there."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The files of configs/finetune/, each trained for two steps by the command in its first lines."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

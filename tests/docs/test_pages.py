@@ -3,8 +3,6 @@
 tests/unit/docs/test_pages.py checks those that are not run here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """README's commands, exactly as they are written, in a folder with what a checkout has."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -44,7 +42,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow  # all 500 steps; the first 20 are below
-def test_ux_32_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
+def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
     ended = run(command("accelerate_configs/cpu.yaml"), checkout)
     assert ended.returncode == 0, ended.stderr
     run_dir = checkout / "runs" / "two"

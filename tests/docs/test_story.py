@@ -1,7 +1,5 @@
 """scripts/story.py in short: a tiny model, a few steps, own articles and conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

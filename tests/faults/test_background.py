@@ -1,7 +1,5 @@
 """Checkpoints that are written beside the training: the same bytes, whatever strikes meanwhile."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import suppress
 

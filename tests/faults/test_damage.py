@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, gone, of a later llmtrain, or on a disk that does not answer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

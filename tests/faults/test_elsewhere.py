@@ -1,7 +1,5 @@
 """A run that goes on elsewhere: on other numbers of processes, under other strategies, changed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

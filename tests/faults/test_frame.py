@@ -1,7 +1,5 @@
 """What the other tests here stand on: a run that is struck, and one that is not."""
 
-from __future__ import annotations
-
 import json
 import socket
 
@@ -19,7 +17,7 @@ def watched(run, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_ux_13_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first(
+def test_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first(
     faulty, straight
 ):
     run = faulty(2)

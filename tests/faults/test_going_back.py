@@ -1,7 +1,5 @@
 """Going on from an older checkpoint because somebody says so."""
 
-from __future__ import annotations
-
 OLDER = "step-00000016"
 
 

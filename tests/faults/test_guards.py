@@ -1,7 +1,5 @@
 """Processes that hang, data that does not come, numbers that are none, replicas that differ."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Killed at every row of the commit protocol, while loading, while deleting, within a step."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of scenarios: each has a test, and the page says what the results say."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import fault_matrix
 

@@ -1,7 +1,5 @@
 """The run directory: read-only, in use, left by a process that is gone, under another clock."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -117,7 +115,7 @@ def open_files(pid: int) -> set[str]:
 def test_f27_no_child_of_a_run_keeps_its_lock(faulty):
     run = faulty(1, training__steps=100_000, data__workers=1)
     notes = run.folder / "forks.txt"
-    ranks = run.start(through=("call", "helpers.forks", "train", str(notes)))
+    ranks = run.start(through=("call", "helpers.odd_ranks", "noting_forks", str(notes)))
     until(lambda: len(run.lines("train")) >= 5, "some steps")
     held = str(run.run_dir / "lock")
     assert held in open_files(ranks.pids[0])
@@ -198,10 +196,10 @@ def test_f30_no_clock_decides_anything(faulty, straight):
 
     assert run.launch("loop.step@step=10=kill") == [KILLED, KILLED]
     shuffled()
-    yesterday = ("call", "helpers.clocks", "train", "-1")
+    yesterday = ("call", "helpers.odd_ranks", "on_another_day", "-1")
     assert run.launch("loop.step@step=18=kill", through=yesterday) == [KILLED, KILLED]
     shuffled()
-    next_year = ("call", "helpers.clocks", "train", "365")
+    next_year = ("call", "helpers.odd_ranks", "on_another_day", "365")
     assert run.launch(through=next_year) == [0, 0]
     assert run.resumed() == [None, "step-00000008", "step-00000016"]
     assert [event["reason"] for event in run.events("lock_taken_over")] == [

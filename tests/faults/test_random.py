@@ -9,8 +9,6 @@ save and inside of a load are certain; how it strikes (rank, step, background or
 all) is drawn. The steps of the whole training are as many as the draws need.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a run that was killed twice has recorded: where its time went, a line for each record."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -79,7 +77,7 @@ def test_a_run_that_was_killed_twice_accounts_for_each_second_and_logs_a_line_a_
     assert any(r"prompt=The planet\nof two lines" in one for one in records)
 
 
-def test_ux_06_the_last_lines_are_ours_what_where_what_to_do_and_the_log(faulty) -> None:
+def test_the_last_lines_are_ours_what_where_what_to_do_and_the_log(faulty) -> None:
     """A defect on rank 1 under llmtrain's own launcher, whose torch prints tracebacks, too."""
     run = faulty(2)
     path = tiny.write_config(run.folder, run.config)

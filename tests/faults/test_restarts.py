@@ -1,7 +1,5 @@
 """A rank that dies, and who starts the run again: supervise, the launcher, or nobody."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

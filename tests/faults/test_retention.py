@@ -1,7 +1,5 @@
 """What retention keeps and deletes while things are moved under it."""
 
-from __future__ import annotations
-
 import shutil
 
 from helpers.damage import copy_as, files_of

@@ -1,7 +1,5 @@
 """What the disk refuses while a checkpoint is written: an event, and training goes on."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

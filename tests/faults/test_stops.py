@@ -1,7 +1,5 @@
 """A run is asked to stop, at any moment and by anybody: it leaves with 0, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -14,6 +14,12 @@ SHAPE |= {"intermediate_size": 64}
 ENTRIES = 2048  # of the sample's tokenizer
 
 
+def small_fields(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    """Fields of the config of a small model, and more of them."""
+    small = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**small, "intermediate_size": 3 * hidden // 2, **more}
+
+
 def save_base(folder: Path, rows: int = ENTRIES, seed: int = 3, **fields: Any) -> Path:
     """A Llama with random weights, and the sample's tokenizer."""
     torch.manual_seed(seed)

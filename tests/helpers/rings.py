@@ -44,9 +44,8 @@ CORE: dict[str, tuple[str, ...]] = {
         "distributed/test_token_cache.py::test_batches_do_not_depend_on_processes_and_workers[2-0]",
     ),
     "every token weighs the same": (
-        "distributed/test_update.py::test_ux_20_uneven_masks_weigh_by_token_on_any_layout[2-4]",
-        "distributed/test_di_sharding.py::"
-        "test_di_08_uneven_masks_train_as_in_plain_pytorch[fsdp2 on 2]",
+        "distributed/test_update.py::test_uneven_masks_weigh_by_token_on_any_layout[2-4]",
+        "distributed/test_sharding.py::test_uneven_masks_train_as_in_plain_pytorch[fsdp2 on 2]",
     ),
     "DDP = FSDP2 = ZeRO": (
         "distributed/test_strategies.py::test_a_run_under_any_strategy_is_the_run_under_ddp[fsdp2]",
@@ -58,7 +57,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "a lost rank ends the others, and the same command ends in equal bits": (
         "faults/test_frame.py::"
-        "test_ux_13_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first",
+        "test_a_killed_rank_ends_the_other_and_the_same_command_resumes_and_says_so_first",
     ),
     "a kill in a save": (
         "faults/test_kills.py::test_f01_f02_f06_f07_f08_rank_0_killed_while_it_commits[f07_rename]",
@@ -86,9 +85,9 @@ CORE: dict[str, tuple[str, ...]] = {
         "faults/test_stops.py::test_f40_a_stop_file_ends_the_run_and_is_deleted",
     ),
     "refused launches": (
-        "distributed/test_di_launch.py::"
-        "test_ux_27_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them",
-        "distributed/test_di_launch.py::"
+        "distributed/test_other_launchers.py::"
+        "test_processes_that_each_think_they_are_alone_are_refused_in_each_of_them",
+        "distributed/test_other_launchers.py::"
         "test_a_rank_of_a_wrong_launch_ends_with_one_message[FSDP asked, DDP wanted]",
         "distributed/test_refusals.py::test_all_mistakes_come_at_once",
         "distributed/test_refusals.py::"
@@ -98,7 +97,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "distributed/test_which.py::test_every_step_is_found_whatever_start_made_it[6]",
     ),
     "files that transformers opens, and nothing unpickled": (
-        "distributed/test_resume.py::test_ux_26_weights_load_with_from_pretrained_as_they_lie",
+        "distributed/test_resume.py::test_weights_load_with_from_pretrained_as_they_lie",
         "distributed/test_safe_loading.py::"
         "test_a_resumed_run_unpickles_nothing_while_it_searches_and_loads[ddp]",
     ),

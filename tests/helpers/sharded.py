@@ -54,8 +54,6 @@ class Job:
     precision: str = "fp32"
     sync: str = "every"
     frozen: tuple[str, ...] = ()
-    nan_rank: int = -1
-    nan_step: int = -1
     load: str = ""
     save: str = ""
     evaluate: bool = False
@@ -164,8 +162,8 @@ def work(output: str, job_text: str) -> None:
         saved(Path(job.save), spec, launched)
     sent = {"collectives": seen, "passes": len(passes), "evaluated": evaluated}
     result = sent | described(run, optimizer)
-    rank = launched.ranks.rank
-    Path(output if rank == 0 else f"{output}.{rank}").write_text(json.dumps(result))
+    if launched.ranks.rank == 0:
+        Path(output).write_text(json.dumps(result))
     close()
 
 
@@ -174,8 +172,6 @@ def trained(job: Job, run: Any) -> list[tuple[str, str, int, int]]:
     ranks, seen = run.ranks, []
     for step in range(job.steps):
         batch = uneven.share(step, ranks.rank, ranks.world_size, job.hiding)
-        if (ranks.rank, step) == (job.nan_rank, job.nan_step):
-            poison(run)
         watched = Collectives() if job.strategy != "ddp" else nullcontext()
         with watched:
             update(run, batch, 1.0)
@@ -210,17 +206,6 @@ def loaded(root: Path, spec: Any, launched: Launched) -> None:
     assert found is not None
     read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
     launched.engine.finish_loading(found.state["optimizer_steps"])
-
-
-def poison(run: Any) -> None:
-    """This rank's next loss is not finite, and so are its gradients."""
-    forward = run.model.forward
-
-    def wrong(*args: Any, **kwargs: Any) -> Tensor:
-        run.model.forward = forward
-        return forward(*args, **kwargs) * float("nan")
-
-    run.model.forward = wrong
 
 
 def evaluation(run: Any, job: Job) -> list[float]:

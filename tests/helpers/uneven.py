@@ -67,14 +67,7 @@ def starts() -> list[np.ndarray]:
     return [np.array([0, 3, 4, 9][: 1 + row % 4], np.int32) for row in range(ROWS)]
 
 
-def train(
-    output: str,
-    micro_batch_size: str,
-    nan_rank: str = "-1",
-    nan_step: str = "-1",
-    hiding: str = "",
-    kind: str = "llama",
-) -> None:
+def train(output: str, micro_batch_size: str, hiding: str = "", kind: str = "llama") -> None:
     """On every rank: STEPS updates; rank 0 writes numbers and the final weights' digests.
 
     hiding: `documents`, or nothing where blocks are one document each.
@@ -95,8 +88,6 @@ def train(
         seq_len=SEQ_LEN,
     )
     for step in range(STEPS):
-        if launched.ranks.rank == int(nan_rank) and step == int(nan_step):
-            poison(bare)
         batch = share(step, launched.ranks.rank, launched.ranks.world_size, bool(hiding))
         update(run, batch, 1.0)
     if launched.ranks.rank == 0:
@@ -109,11 +100,7 @@ def train(
             }
             for sums, norm in sent
         ]
-        steps = {float(state["step"]) for state in optimizer.state.values()}
-        written = {"numbers": numbers, "weights": digests(bare), "steps": sorted(steps)}
-        Path(output).write_text(json.dumps(written))
-    else:
-        Path(f"{output}.{launched.ranks.rank}").write_text(json.dumps(digests(bare)))
+        Path(output).write_text(json.dumps({"numbers": numbers, "weights": digests(bare)}))
     close()
 
 
@@ -123,12 +110,6 @@ def passes(bare: Any) -> list[None]:
     inside = next(bare.base_model.layers[0].children())  # hooks of the block itself are called once
     inside.register_forward_pre_hook(lambda *_: begun.append(None))
     return begun
-
-
-def poison(bare: LlamaForCausalLM) -> None:
-    """The next gradient of one parameter is not finite, on this rank alone."""
-    weight = bare.model.layers[0].mlp.up_proj.weight
-    handle = weight.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
 
 
 def share(step: int, rank: int, world_size: int, hiding: bool) -> Batch:

@@ -1,5 +1,6 @@
 """Tokenizers of many kinds, small enough to build in a test, and the library's own answer."""
 
+import importlib.resources
 import json
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,6 +13,7 @@ from helpers import corpus
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
+SMALL = Path(__file__).parents[1] / "tokenizers"  # scripts/make_test_tokenizers.py
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
@@ -23,9 +25,9 @@ def shared(name: str) -> Path:
     return directory
 
 
-def saved(name: str, directory: Path) -> Path:
-    """A real tokenizer, as a run saves it."""
-    for file, data in _files(shared(f"tokenizers/{name}")).items():
+def saved(source: Path, directory: Path) -> Path:
+    """A tokenizer, as a run saves it."""
+    for file, data in _files(source).items():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / file).write_bytes(data)
     return directory
@@ -39,6 +41,14 @@ def _files(source: Path) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         save_tokenizer(str(source), None, Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def sample_texts(count: int) -> list[str]:
+    """Articles of the built-in sample."""
+    import pyarrow.parquet as pq
+
+    first = importlib.resources.files("llmtrain.data.sample") / "train-00000-of-00004.parquet"
+    return pq.read_table(first, columns=["text"])["text"].to_pylist()[:count]
 
 
 def real_texts(name: str, count: int) -> list[str]:

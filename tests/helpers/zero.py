@@ -272,7 +272,7 @@ def files(root: Path) -> dict[str, str]:
 def reference(case: Case) -> list[dict[str, float]]:
     """Plain PyTorch in fp32: the mean over all trained tokens of a step; a bad step is left out."""
     same_for_all = replace(
-        case, strategy="", precision="", micro=0, load="", save="", evaluate=False
+        case, strategy="", precision="", micro=0, load="", save="", checkpointing="", evaluate=False
     )
     return [numbers for numbers, _ in plain(replace(same_for_all, discard=False))]
 

@@ -1,7 +1,5 @@
 """Failpoints: what a test asks for happens, there and then, and nothing else ever does."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os
@@ -336,7 +334,7 @@ def test_a_part_without_an_action_is_told_that_it_lacks_one():
         install("save.write")
 
 
-def test_bad_input_35_faults_that_do_not_parse_are_refused_with_the_grammar(tmp_path, monkeypatch):
+def test_faults_that_do_not_parse_are_refused_with_the_grammar(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMTRAIN_FAULTS", "save.wrote@step=4=kill")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     wrong = Config.model_validate(

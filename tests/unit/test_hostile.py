@@ -3,8 +3,6 @@
 Seeded: `make test` tries a slice of the cases, `make test-slow` all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 A program that is not in SMALLEST fails; so does one that imports what is no longer there.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -43,7 +43,7 @@ def refusal(root, **asked):
     return caught.value
 
 
-def test_bad_input_01_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(root):
+def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(root):
     save(root, 99, run_id="another")
     (problem,) = refusal(root, resume="step-00000400").problems
     assert (problem.key, problem.value) == ("checkpoint.resume", "step-00000400")
@@ -51,12 +51,12 @@ def test_bad_input_01_a_checkpoint_that_is_not_there_is_answered_with_those_that
     assert "step-00000099" not in problem.expected
 
 
-def test_bad_input_01_without_any_checkpoint_it_says_so(tmp_path):
+def test_without_any_checkpoint_it_says_so(tmp_path):
     (problem,) = refusal(tmp_path, resume="step-00000400").problems
     assert "which has no checkpoint" in problem.expected
 
 
-def test_bad_input_03_all_damaged_is_refused_with_the_reason_of_each(root):
+def test_all_damaged_is_refused_with_the_reason_of_each(root):
     for name in names(root):
         (root / name / "config.json").unlink()
     (root / "step-00000008.damaged").mkdir()  # an earlier start's
@@ -80,7 +80,7 @@ def test_damage_of_another_run_is_none_of_ours(root):
     assert read.find(root, RUN, Alone()) is None
 
 
-def test_bad_input_04_an_older_one_is_refused_while_newer_are_there(root):
+def test_an_older_one_is_refused_while_newer_are_there(root):
     (problem,) = refusal(root, resume="step-00000004").problems
     assert (problem.key, problem.value) == ("checkpoint.resume", "step-00000004")
     assert "newer are step-00000012, step-00000008" in problem.expected
@@ -126,7 +126,7 @@ def test_a_named_one_that_is_damaged_is_refused_and_nothing_is_renamed(root):
     assert names(root) == ["step-00000004", "step-00000008", "step-00000012"]
 
 
-def test_bad_input_06_a_checkpoint_of_another_run_is_refused(root):
+def test_a_checkpoint_of_another_run_is_refused(root):
     save(root, 16, run_id="another")
     (problem,) = refusal(root, resume="step-00000016").problems
     assert f"this run ({RUN})" in problem.expected
@@ -135,7 +135,7 @@ def test_bad_input_06_a_checkpoint_of_another_run_is_refused(root):
 
 
 @pytest.mark.parametrize("found", [0, "one", None])
-def test_bad_input_28_an_unknown_format_is_named_and_left_in_place(root, found):
+def test_an_unknown_format_is_named_and_left_in_place(root, found):
     sign(root / "step-00000012", format=found)
     for resume in ("auto", "step-00000012"):
         (problem,) = refusal(root, resume=resume).problems
@@ -145,7 +145,7 @@ def test_bad_input_28_an_unknown_format_is_named_and_left_in_place(root, found):
     assert "step-00000012" in names(root)
 
 
-def test_bad_input_29_a_newer_llmtrain_is_named_with_the_version_to_use(root):
+def test_a_newer_llmtrain_is_named_with_the_version_to_use(root):
     directory = root / "step-00000012"
     state = {"format": 1, "run_id": RUN, "step": 12, "versions": {"llmtrain": "9.1"}}
     (directory / form.STATE).write_bytes(form.canonical(state))
@@ -157,14 +157,14 @@ def test_bad_input_29_a_newer_llmtrain_is_named_with_the_version_to_use(root):
     assert "step-00000012" in names(root)
 
 
-def test_bad_input_29_a_newer_state_beside_a_manifest_of_ours_is_refused_too(tmp_path):
+def test_a_newer_state_beside_a_manifest_of_ours_is_refused_too(tmp_path):
     state = {"format": 3, "run_id": RUN, "step": 4}
     save(tmp_path, 4, small={form.STATE: form.canonical(state)})
     assert refusal(tmp_path).problems[0].value == "format 3"
 
 
 @pytest.mark.parametrize("name", ["../config.json", "/etc/hosts", "a/../../x"])
-def test_bad_input_32_a_manifest_that_names_a_file_outside_is_refused(root, name):
+def test_a_manifest_that_names_a_file_outside_is_refused(root, name):
     directory = root / "step-00000012"
     files = json.loads((directory / form.MANIFEST).read_bytes())["files"]
     sign(directory, files={**files, name: {"size": 0, "extents": []}})
@@ -172,7 +172,7 @@ def test_bad_input_32_a_manifest_that_names_a_file_outside_is_refused(root, name
     assert f"{name!r} is not a plain path inside the directory" in problem.expected
 
 
-def test_bad_input_32_a_link_out_of_a_checkpoint_is_refused(root):
+def test_a_link_out_of_a_checkpoint_is_refused(root):
     path = root / "step-00000012" / MODEL
     path.rename(root.parent / "elsewhere")
     path.symlink_to(root.parent / "elsewhere")
@@ -180,7 +180,7 @@ def test_bad_input_32_a_link_out_of_a_checkpoint_is_refused(root):
     assert f"{MODEL}: is not a regular file of this directory" in problem.expected
 
 
-def test_bad_input_32_a_file_that_a_manifest_names_twice_is_refused(root):
+def test_a_file_that_a_manifest_names_twice_is_refused(root):
     path = root / "step-00000012" / form.MANIFEST
     body = path.read_bytes()
     path.write_bytes(body.replace(b'"files":{', b'"files":{"config.json":{"extents":[],"size":0},'))

@@ -40,7 +40,7 @@ def test_checkpoints_of_another_run_make_no_room_for_ours(tmp_path):
     assert files.check_room(tmp_path, keeping(3, 0, 1), 1000, 10, 12, RUN) == 40
 
 
-def test_bad_input_23_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
+def test_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
     disk(monkeypatch, f_bavail=5000)
     root = tmp_path / "not" / "there" / "yet"
     files.check_room(root, keeping(2), 100, 1250, 12)
@@ -50,7 +50,7 @@ def test_bad_input_23_a_disk_without_room_is_refused_with_both_numbers(tmp_path,
     assert caught.value.problems[0].key == "run.dir"
 
 
-def test_bad_input_24_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
+def test_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
     disk(monkeypatch, f_favail=55)
     with pytest.raises(UserError, match=r"56 files \(inodes\), not 55"):
         files.check_room(tmp_path, keeping(2), 100, 1, 12)

@@ -24,7 +24,7 @@ def test_a_probe_that_was_killed_is_cleared_by_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["rename", "replace"])
-def test_bad_input_22_a_store_without_rename_is_refused_with_its_error(tmp_path, monkeypatch, call):
+def test_a_store_without_rename_is_refused_with_its_error(tmp_path, monkeypatch, call):
     def refused(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -38,7 +38,7 @@ def test_bad_input_22_a_store_without_rename_is_refused_with_its_error(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_input_22_a_rename_that_copies_nothing_is_noticed(tmp_path, monkeypatch):
+def test_a_rename_that_copies_nothing_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", lambda _, target: Path(target).mkdir())
     with pytest.raises(UserError, match="still has its old name"):
         files.probe_directory(tmp_path)

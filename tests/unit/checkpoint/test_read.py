@@ -207,6 +207,16 @@ def failing(monkeypatch, error, times, only=MODEL):
     monkeypatch.setattr(Path, "open", opened)
 
 
+def test_a_defect_beside_a_disk_that_does_not_answer_is_not_the_disks(root, monkeypatch):
+    def broken(path, name, extent):
+        raise OSError(errno.EIO, "Input/output error") if name == MODEL else ValueError("a defect")
+
+    monkeypatch.setattr(format, "check_extent", broken)
+    with pytest.raises(RunError, match="a defect") as caught:
+        found(root, 3)
+    assert caught.value.exit_code == 1
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_a_disk_that_answers_at_the_third_try_is_no_trouble(root, monkeypatch, error):
     failing(monkeypatch, error, times=2)
@@ -290,7 +300,7 @@ def test_blocks_of_a_large_tensor_follow_each_other(root, monkeypatch):
     assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 
 
-def test_bad_input_07_another_model_is_refused_with_the_first_five_tensors(root):
+def test_another_model_is_refused_with_the_first_five_tensors(root):
     part = {f"b{i}": TensorSpec("F32", (2,)) for i in range(4)}
     spec = {MODEL: {"a.weight": TensorSpec("F32", (5, 4)), **SPEC[MODEL], **part}}
     spec[MODEL]["a.weight"] = TensorSpec("F32", (5, 4))
@@ -328,20 +338,20 @@ def optimizer_state(root, states):
     return {problem.key: (problem.value, problem.expected) for problem in caught.value.problems}
 
 
-def test_bad_input_11_the_state_of_another_optimizer_is_refused(root):
+def test_the_state_of_another_optimizer_is_refused(root):
     said = optimizer_state(root, {"momentum_buffer": TensorSpec("F32", (4, 4))})
     assert said["a.weight.exp_avg"] == ("absent", "F32 [4, 4], as in the model")
     assert said["a.weight.momentum_buffer"] == ("F32 [4, 4]", "absent, as in the model")
 
 
-def test_bad_input_12_state_of_another_shape_than_its_parameter_is_refused(root):
+def test_state_of_another_shape_than_its_parameter_is_refused(root):
     scales = {"exp_avg": TensorSpec("U8", (4, 4)), "absmax": TensorSpec("F32", (1,))}
     said = optimizer_state(root, scales)
     assert said["a.weight.exp_avg"] == ("U8 [4, 4]", "F32 [4, 4], as in the model")
     assert said["a.weight.absmax"] == ("F32 [1]", "absent, as in the model")
 
 
-def test_bad_input_13_adapters_are_no_checkpoint_of_a_whole_model(root):
+def test_adapters_are_no_checkpoint_of_a_whole_model(root):
     save(root, 12, {"adapter_model.safetensors": SPEC[MODEL]})
     with pytest.raises(UserError) as caught:
         read.fill(found(root).found, SPEC, whole(SPEC, tensors(SPEC)), Alone())

@@ -101,8 +101,27 @@ def test_no_extent_is_longer_than_64_mib(tmp_path, monkeypatch):
     spec = {"model.safetensors": {"a": TensorSpec("F32", (101, 3))}}
     save(tmp_path, 1, spec)
     entry = form.load(tmp_path / "step-00000001").files[MODEL]
-    assert max(extent.length for extent in entry.extents) == 64
+    head = len(form.header(spec[MODEL]))
+    lengths = [extent.length for extent in entry.extents if extent.offset >= head]
+    assert lengths == [64] * 18 + [60]
     assert read.verify(tmp_path / "step-00000001") == []
+
+
+def test_a_link_that_leads_nowhere_has_a_checkpoints_name_too(tmp_path):
+    (tmp_path / "step-00000300").symlink_to("nowhere")
+    failed = save(tmp_path, 300)
+    assert "it is not overwritten" in failed.failures[0].text
+    assert (tmp_path / "step-00000300").is_symlink()
+
+
+def test_a_file_that_grew_while_it_was_written_fails_the_save(tmp_path):
+    begun = write.begin(tmp_path, 300, SPEC, {"config.json": b"{}"}, Alone(), RUN)
+    extents = write.write_pieces(begun, whole(SPEC, tensors(SPEC, 300)))
+    with (begun.partial / MODEL).open("ab") as file:
+        file.write(b"x")
+    failed = write.commit(begun, extents, None, Alone())
+    assert "bytes instead of" in failed.failures[0].text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_older_partial_is_removed(tmp_path):

@@ -23,7 +23,7 @@ def test_the_block_says_what_was_reached_and_what_to_do_next(tmp_path):
     assert said[3] == 'use        llmtrain generate mine "…"'
 
 
-def test_b_9_a_run_on_conversations_is_used_in_a_conversation(tmp_path):
+def test_a_run_on_conversations_is_used_in_a_conversation(tmp_path):
     folder = runs.write_run(tmp_path / "my chat", runs.history())
     (folder / "checkpoints" / "step-00000300").mkdir(parents=True)
     for chat, advice in (

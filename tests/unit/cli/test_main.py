@@ -67,7 +67,7 @@ def test_help_shows_the_commands_in_groups():
 
 
 @pytest.mark.launches
-def test_ux_33_help_imports_typer_alone():
+def test_help_imports_typer_alone():
     assert not (HEAVY | {"pydantic", "yaml"}) & imported_by("--help")
 
 
@@ -88,7 +88,7 @@ def test_the_help_of_a_command_imports_nothing_heavy(command):
 
 
 @pytest.mark.launches
-def test_ux_05_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
+def test_a_config_error_imports_pydantic_and_yaml_alone(tmp_path):
     path = str(written(tmp_path, "training: {lerning_rate: 1}\n"))
     for launched in ([], ["--processes", "2"]):
         assert not HEAVY & imported_by("train", path, *launched)
@@ -186,14 +186,6 @@ def test_a_launch_inside_a_launch_is_refused(tmp_path, option):
     done = run("train", str(written(tmp_path)), *option, env={"LOCAL_RANK": "0"})
     assert done.returncode == 2
     assert "LOCAL_RANK" in done.stderr
-
-
-@pytest.mark.launches
-def test_a_report_of_no_run_is_refused(tmp_path):
-    done = run("report", str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
 
 
 def test_several_runs_are_compared_only_where_a_file_is_named(tmp_path, capsys):

@@ -44,9 +44,7 @@ def test_elsewhere_each_line_stays_and_there_is_nothing_to_remove(capsys):
     assert capsys.readouterr().err == "1 of 2\n2 of 2\n"
 
 
-def test_ux_07_a_command_shows_on_a_terminal_what_takes_long_and_then_removes_it(
-    monkeypatch, capsys
-):
+def test_a_command_shows_on_a_terminal_what_takes_long_and_then_removes_it(monkeypatch, capsys):
     monkeypatch.setattr(options.sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(options, "_BUSY_AFTER_SECONDS", 0.0)
     monkeypatch.setitem(options._SECONDS_BETWEEN, True, 0.001)

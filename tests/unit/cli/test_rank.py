@@ -149,9 +149,7 @@ def test_a_device_without_memory_is_a_message_and_code_2(tmp_path, ends, capsys)
     assert "Traceback" not in err
 
 
-def test_ux_06_a_defect_says_what_and_where_and_names_the_log_file_if_there_is_one(
-    tmp_path, capsys
-):
+def test_a_defect_says_what_and_where_and_names_the_log_file_if_there_is_one(tmp_path, capsys):
     log = tmp_path / "rank-0.log"
     log.write_text("")
     try:
@@ -169,7 +167,7 @@ def test_ux_06_a_defect_says_what_and_where_and_names_the_log_file_if_there_is_o
     assert "log:" not in describe(ValueError(), tmp_path / "none")[1]
 
 
-def test_ux_06_a_failure_of_the_machine_names_the_log_file_too(tmp_path):
+def test_a_failure_of_the_machine_names_the_log_file_too(tmp_path):
     log = tmp_path / "rank-0.log"
     log.write_text("")
     assert describe(RunError("disk full", 74, "make room"), log) == (

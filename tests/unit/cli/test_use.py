@@ -66,7 +66,7 @@ def test_each_line_of_stdin_is_a_message_of_one_conversation(run, shown, monkeyp
     assert shown("generate", run, "one", "--chat", "--max-new-tokens", 2)[0] == 0
 
 
-def test_b_9_chat_is_the_short_form_of_generate_chat(run, shown, monkeypatch):
+def test_chat_is_the_short_form_of_generate_chat(run, shown, monkeypatch):
     said = []
     for command in (["chat", run], ["generate", run, "--chat"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\r\nthree"))
@@ -97,7 +97,7 @@ def test_what_a_full_conversation_leaves_out_is_said(run, shown, monkeypatch):
     assert err.startswith("(the oldest 2 messages are left out: the conversation fills")
 
 
-def test_b_9_a_file_of_prompts_becomes_a_file(run, tmp_path, shown):
+def test_a_file_of_prompts_becomes_a_file(run, tmp_path, shown):
     (tmp_path / "p.jsonl").write_text(
         '{"prompt": "one"}\n{"messages": [{"role": "user", "content": "a"}]}\n'
     )

@@ -106,7 +106,7 @@ def test_a_warmup_longer_than_the_run_is_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(("every", "keep", "fine"), [(5, 0, True), (5, 10, True), (5, 12, False)])
-def test_bad_input_17_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every, keep, fine):
+def test_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every, keep, fine):
     overrides = (f"checkpoint.every_steps={every}", f"checkpoint.keep_every={keep}")
     found = problems(tmp_path, *overrides)
     assert (found == {}) == fine
@@ -117,19 +117,19 @@ def test_bad_input_17_checkpoints_kept_for_ever_are_checkpoints(tmp_path, every,
         assert "10 or 15" in said
 
 
-@pytest.mark.parametrize("keep", [1, 0, -1])
-def test_bad_input_15_a_run_keeps_at_least_two_checkpoints(tmp_path, keep):
-    said = problems(tmp_path, f"checkpoint.keep_last={keep}")["checkpoint.keep_last"]
-    assert f"checkpoint.keep_last = {keep}\n    expected: a whole number ≥ 2" in said
+@pytest.mark.parametrize(
+    ("key", "least", "value"),
+    [
+        *(("keep_last", 2, value) for value in (1, 0, -1)),
+        *(("every_steps", 1, value) for value in (0, -5)),
+    ],
+)
+def test_a_run_keeps_at_least_two_checkpoints_and_a_period_is_positive(tmp_path, key, least, value):
+    said = problems(tmp_path, f"checkpoint.{key}={value}")[f"checkpoint.{key}"]
+    assert f"checkpoint.{key} = {value}\n    expected: a whole number ≥ {least}" in said
 
 
-@pytest.mark.parametrize("every", [0, -5])
-def test_bad_input_16_a_period_is_positive(tmp_path, every):
-    said = problems(tmp_path, f"checkpoint.every_steps={every}")["checkpoint.every_steps"]
-    assert f"checkpoint.every_steps = {every}\n    expected: a whole number ≥ 1" in said
-
-
-def test_bad_input_18_the_best_of_what_is_never_evaluated_is_refused(tmp_path):
+def test_the_best_of_what_is_never_evaluated_is_refused(tmp_path):
     said = problems(tmp_path, "data.heldout=0", "checkpoint.keep_best=2")["checkpoint.keep_best"]
     assert "checkpoint.keep_best = 2" in said
     assert "0 without an evaluation: data.heldout is 0, evaluation.sources is empty" in said
@@ -159,7 +159,7 @@ def test_without_an_evaluation_the_default_is_no_best_and_the_written_config_loa
         ("checkpoint.shard_gb=0", "a number > 0"),
     ],
 )
-def test_bad_input_35_what_does_not_parse_is_answered_with_the_grammar(tmp_path, override, says):
+def test_what_does_not_parse_is_answered_with_the_grammar(tmp_path, override, says):
     key, _, value = override.partition("=")
     said = problems(tmp_path, override)
     assert list(said) == [key]
@@ -167,7 +167,7 @@ def test_bad_input_35_what_does_not_parse_is_answered_with_the_grammar(tmp_path,
     assert says in said[key]
 
 
-def test_bad_input_05_a_model_directory_is_no_checkpoint_to_resume_from(tmp_path):
+def test_a_model_directory_is_no_checkpoint_to_resume_from(tmp_path):
     (tmp_path / "model").mkdir()
     for value in (str(tmp_path / "model"), "runs/b/checkpoints/step-00000400"):
         said = problems(tmp_path, f"checkpoint.resume={value}")["checkpoint.resume"]

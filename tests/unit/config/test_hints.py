@@ -5,8 +5,6 @@ once every first proposal and once every last one, until nothing is refused. A h
 one refusal to the next, or back, fails.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

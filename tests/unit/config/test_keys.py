@@ -73,7 +73,7 @@ def test_every_key_is_read_somewhere(key):
     assert (f"{last}_" if last == "from" else last) in attributes()
 
 
-def test_ux_04_there_are_few_keys_and_fewer_that_most_people_need():
+def test_there_are_few_keys_and_fewer_that_most_people_need():
     keys = [key for key in all_keys() if not key.name.startswith("evaluation.sources.*")]
     experts = [key.name for key in keys if key.expert]
     # A key more needs a reason in docs/understand/decisions.md, and a look at which may go for it.

@@ -100,9 +100,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize(("name", "variable"), NAMES.items())
 @pytest.mark.parametrize("place", ["", "model.config.", "model.config.inner.0.kwargs."])
-def test_bad_input_34_a_key_of_a_secret_is_refused_with_the_variable_to_use(
-    tmp_path, name, variable, place
-):
+def test_a_key_of_a_secret_is_refused_with_the_variable_to_use(tmp_path, name, variable, place):
     inner = f"{{{name}: canary-7f3a}}"
     texts = {
         "": f"{name}=canary-7f3a",
@@ -117,7 +115,7 @@ def test_bad_input_34_a_key_of_a_secret_is_refused_with_the_variable_to_use(
 
 @pytest.mark.parametrize(("value", "variable"), LOOKS.items())
 @pytest.mark.parametrize("key", ["run.dir", "model.config.x.y.1", "data.sources.0.path", "nokey"])
-def test_bad_input_34_what_looks_like_a_secret_is_refused_anywhere(tmp_path, value, variable, key):
+def test_what_looks_like_a_secret_is_refused_anywhere(tmp_path, value, variable, key):
     path, last = key.rsplit(".", 1) if key.endswith(".1") else (key, "")
     found = problems(tmp_path, f"{path}=[a, see {value}]" if last else f"{path}=see {value}")
     assert key in found
@@ -126,9 +124,7 @@ def test_bad_input_34_what_looks_like_a_secret_is_refused_anywhere(tmp_path, val
 
 
 @pytest.mark.parametrize(("address", "shown"), ADDRESSES.items())
-def test_bad_input_34_an_address_is_refused_if_something_of_it_would_be_hidden(
-    tmp_path, address, shown
-):
+def test_an_address_is_refused_if_something_of_it_would_be_hidden(tmp_path, address, shown):
     found = problems(tmp_path, f'data.sources.0.path="{address}"')
     assert list(found) == ["data.sources.0.path"]
     assert "hunter2" not in found["data.sources.0.path"]
@@ -150,9 +146,7 @@ def test_bad_input_34_an_address_is_refused_if_something_of_it_would_be_hidden(
         "modl=[a long text before it, and a bit more, password, {password: mysecretpassw0rd}]",
     ],
 )
-def test_bad_input_34_what_follows_the_name_of_a_secret_is_not_shown_of_broken_text(
-    tmp_path, override
-):
+def test_what_follows_the_name_of_a_secret_is_not_shown_of_broken_text(tmp_path, override):
     found = problems(tmp_path, override)
     assert found
     assert "mysecret" not in "".join([*found, *found.values()])
@@ -199,7 +193,7 @@ def test_special_tokens_are_no_secrets_under_whatever_name(tmp_path, name, value
 
 
 @pytest.mark.parametrize("value", ["canary-7f3a", "mysecretpassw0rd", "aBcDeFgH", "a" * 24])
-def test_bad_input_34_under_a_name_that_may_be_a_field_the_value_decides(tmp_path, value):
+def test_under_a_name_that_may_be_a_field_the_value_decides(tmp_path, value):
     names = ["model.config.assistant_token", "model.config.sort_key", "model.config.some_pat"]
     found = problems(tmp_path, *(f"{name}={value}" for name in names))
     assert list(found) == names
@@ -320,7 +314,7 @@ def test_data_under_the_name_of_a_secret_is_hidden_too():
 
 
 @pytest.mark.launches
-def test_bad_input_34_the_command_ends_with_2_and_shows_no_secret(tmp_path):
+def test_the_command_ends_with_2_and_shows_no_secret(tmp_path):
     path = written(tmp_path, SMALLEST)
     command = [sys.executable, "-m", "llmtrain", "train", str(path), f"model.config.hub_token={HF}"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

@@ -73,7 +73,7 @@ def test_what_was_met_is_counted_by_the_source_that_it_was_met_in():
     assert made.counts == {"a": {"dropped": 1}, "b": {"left_over_tokens": 3, "dropped": 2}}
 
 
-def test_ux_21_blocks_of_a_source_with_nothing_to_train_are_counted_and_padding_is_not():
+def test_blocks_of_a_source_with_nothing_to_train_are_counted_and_padding_is_not():
     silent = [block([1] * 5, [0], [False] * 4, counts={0: {"dropped": 1}}) for _ in range(2)]
     padding = block([0] * 5, [0], [False] * 4, source=-1)
     trained = block([1] * 5, [0], [False, True, False, False], source=1)

@@ -19,6 +19,7 @@ from llmtrain.data.packing import (
     window_tokens,
 )
 from llmtrain.errors import UserError
+from llmtrain.hashing import mix, permutation
 from llmtrain.types import Cursor
 
 PAD = -1
@@ -115,11 +116,20 @@ def test_targets_that_fill_no_block_are_counted_where_documents_end():
 
 def test_another_document_than_the_cursors_is_refused():
     with pytest.raises(UserError, match="more than 9 tokens"):
-        next(concat(documents([3, 8]), 4, Cursor(0, 0, 0, 9)))
+        next(concat(documents([9, 8]), 4, Cursor(0, 0, 0, 9)))
     with pytest.raises(UserError, match="more than 2 tokens"):
         next(concat(documents([3, 8], 1), 4, Cursor(0, 0, 0, 2)))
-    with pytest.raises(UserError, match="more than 7 blocks"):
-        next(best([3, 8, 2], 5, Cursor(0, 0, 0, 7)))
+    with pytest.raises(UserError, match="more than 3 blocks"):
+        next(best([3, 8, 2], 5, Cursor(0, 0, 0, 3)))  # it has 3
+    with pytest.raises(UserError, match="more than 2 blocks"):
+        next(best([3], 5, Cursor(0, 0, 1, 2)))  # no document is left
+
+
+def test_full_blocks_of_long_documents_come_before_bins_in_the_order_that_is_shuffled():
+    blocks, _ = all_of(best([5, 13], 5))
+    made = [list(range(5, 10)), list(range(9, 14)), list(range(13, 18)), list(range(5))]
+    order = permutation(4, mix(7, 4, 0, 0, 0, 0, 0))
+    assert [block.ids.tolist() for block in blocks] == [made[n] for n in order]
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40))

@@ -52,7 +52,7 @@ def test_a_state_is_at_most_1_kb_and_24_bytes_a_lane_and_source(manifests, lanes
     assert len(text) <= 1024 + 24 * lanes * sources
 
 
-def test_bad_input_09_a_state_of_other_data_is_refused_with_what_differs(manifests):
+def test_a_state_of_other_data_is_refused_with_what_differs(manifests):
     with pytest.raises(UserError) as raised:
         check(DataState.fresh(manifests[0]), manifests[1], ())
     keys = {problem.key for problem in raised.value.problems}

@@ -18,20 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
-from helpers import corpus, reference_stream
+from helpers import corpus, reference_stream, vocabularies
 from helpers.rings import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llmtrain.data.sample
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
-from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import discard_factor, item_blocks, open_stream, prefetch_factor
-from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RESTARTABLE, RunError, UserError
-from llmtrain.types import Cursor
 
 STEPS, BLOCKS = 5, 12
 
@@ -177,7 +175,7 @@ def test_batches_do_not_depend_on_workers(mixed, place, world_size, workers):
 @pytest.mark.deeper
 @settings(dear(5), deadline=None)
 @given(data=st.data())
-def test_ux_15_a_resume_at_any_step_with_any_world_size_goes_on_the_same(mixed, place, data):
+def test_a_resume_at_any_step_with_any_world_size_goes_on_the_same(mixed, place, data):
     steps = 30
     straight = all_ranks(mixed, place, 1, steps)[0]
     done, next_block = 0, 0
@@ -204,36 +202,6 @@ def test_lanes_without_a_block_since_the_resume_keep_their_cursors(single, place
     assert all(merged[lane, 0, 3] > 0 or merged[lane, 0, 2] > 0 for lane in range(3))
     again = opened(single, place, blocks_per_step=3, next_block=3, cursors=merged)
     assert np.array_equal(next(again).ids, next(stream).ids)
-
-
-def test_every_document_is_trained_on_once_in_a_lanes_epoch(single, place):
-    tokenizer, reader = open_tokenizer(place / "tokenizer"), Reader(Reading(60))
-    tokens = Counter()
-    for index in range(single.lanes):
-        lane = Lane(single, Encoder(tokenizer), reader, index, index, [Cursor(0, 0, 0, 0)])
-        ids = []
-        while lane.cursors[0].epoch == 0:
-            ids += lane.take().ids[:-1].tolist()
-        text = tokenizer.decode(ids)
-        for document in reference_stream.lane_documents(single, 0, index, 0):
-            tokens[document.name] += 1
-            assert text.count(document.text + "<|endoftext|>") == 1
-    assert tokens == Counter(row["id"] for row in corpus.articles(50))
-
-
-def test_no_held_out_document_is_trained_on(mixed, place):
-    tokenizer = open_tokenizer(place / "tokenizer")
-    stream = opened(mixed, place)
-    seen = "".join(tokenizer.decode(row[:-1]) for _ in range(60) for row in next(stream).ids)
-    source = mixed.sources[0]
-    held = [
-        text
-        for u, unit in enumerate(source.units)
-        for name, text in reference_stream.unit_rows(source, unit)
-        if reference_stream.is_heldout(source, u, name, mixed.seed)
-    ]
-    assert held
-    assert not any(text.split("\n")[0] + "\n" in seen for text in held)
 
 
 def test_blocks_are_the_articles_own_text_special_token_strings_too(tmp_path):
@@ -560,15 +528,14 @@ def test_workers_leave_the_global_random_numbers_alone(single, place):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-WIKIPEDIA = Path(__file__).parents[4] / "shared" / "data" / "wikipedia" / "20140304.en"
-
-
-@pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason=f"{WIKIPEDIA} is not there")
-def test_a_hundred_blocks_of_wikipedia_are_the_articles_own_text(tmp_path):
+@pytest.mark.parametrize("name", ["sample", pytest.param("20140304.en", marks=pytest.mark.slow)])
+def test_a_hundred_blocks_of_articles_are_their_own_text(tmp_path, name):
+    sample = Path(llmtrain.data.sample.__file__).parent
+    articles = sample if name == "sample" else vocabularies.shared(f"wikipedia/{name}")
     tokenizer = open_tokenizer(corpus.write_tokenizer(tmp_path / "tokenizer"))
-    manifest = corpus.manifest_of(tmp_path / "tokenizer", WIKIPEDIA, seq_len=256, heldout=0.005)
+    manifest = corpus.manifest_of(tmp_path / "tokenizer", articles, seq_len=256, heldout=0.005)
     texts = ["<|endoftext|>"]
-    for path in sorted(WIKIPEDIA.glob("*.parquet")):
+    for path in sorted(articles.glob("*.parquet")):
         texts += pq.read_table(path, columns=["text"])["text"].to_pylist()
     everything = b"\0".join(text.encode() for text in texts)
     stream = opened(manifest, tmp_path, blocks_per_step=100)

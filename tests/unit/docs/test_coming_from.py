@@ -1,7 +1,5 @@
 """The tables of docs/guides/coming-from.md agree with the program, and their tests exist."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.ranks import ROOT
 

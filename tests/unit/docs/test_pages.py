@@ -29,7 +29,7 @@ def of_language(page, language):
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_ux_31_every_command_of_readme_and_docs_is_run_or_parses(page):
+def test_every_command_of_readme_and_docs_is_run_or_parses(page):
     for fence in of_language(page, "bash"):
         try:
             check(fence.text)

@@ -1,7 +1,5 @@
 """The messages of docs/guides/wrong.md are those of the program."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -22,7 +22,7 @@ def told(seconds: int, *, loop: bool = False, shown: dict[int, str] | None = Non
     return out.getvalue()[begun:].splitlines()
 
 
-def test_ux_07_what_takes_over_three_seconds_is_told_with_a_count() -> None:
+def test_what_takes_over_three_seconds_is_told_with_a_count() -> None:
     assert told(2) == []
     assert told(3) == ["looking into the files of the data (3 of 500), 3 s"]
 

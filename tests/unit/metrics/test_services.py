@@ -153,7 +153,7 @@ def test_values_arrive_by_the_names_of_the_metrics(store, tmp_path, events, capf
 
 
 @pytest.mark.wide
-def test_ux_29_the_run_goes_on_after_a_resume(store, tmp_path, events):
+def test_the_run_goes_on_after_a_resume(store, tmp_path, events):
     for first, last in ((1, 30), (21, 40)):  # killed at 30, resumed at 20
         run = opened(store.name, tmp_path, events, step=first - 1)
         for step in range(first, last + 1):
@@ -217,7 +217,7 @@ def test_nothing_secret_is_in_the_store(store, tmp_path, events, monkeypatch, re
 
 
 @pytest.mark.wide
-def test_ux_29_mlflow_without_its_store_is_one_event_and_goes_on_when_it_is_back(tmp_path, events):
+def test_mlflow_without_its_store_is_one_event_and_goes_on_when_it_is_back(tmp_path, events):
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     run, store = opened("mlflow", tmp_path, events), MLflow(tmp_path)
     run.log("train", 1, {"loss": 1.0})
@@ -236,7 +236,7 @@ def test_ux_29_mlflow_without_its_store_is_one_event_and_goes_on_when_it_is_back
 
 
 @pytest.mark.wide
-def test_ux_29_trackio_without_its_store_is_one_event(trackio_store, tmp_path, events):
+def test_trackio_without_its_store_is_one_event(trackio_store, tmp_path, events):
     run = opened("trackio", tmp_path, events)
     away = trackio_store.rename(trackio_store.with_name("away"))
     trackio_store.write_text("a file, where trackio wants a directory")

@@ -82,9 +82,7 @@ def test_the_text_of_a_sample_goes_up_too(tmp_path, fake, events):
     assert fake.logged == [(3, {"sample/text": " sea"})]
 
 
-def test_ux_29_a_failing_tracker_is_one_event_and_is_tried_again_after_100_logs(
-    tmp_path, fake, events
-):
+def test_a_failing_tracker_is_one_event_and_is_tried_again_after_100_logs(tmp_path, fake, events):
     run = opened(tmp_path, events)
     run.log("train", 1, {"loss": 1.0})
     fake.fails = True
@@ -159,7 +157,7 @@ def test_a_resumed_run_keeps_its_ids(tmp_path, events, monkeypatch):
 
 
 @pytest.mark.parametrize("names", [["wandb"], ["tensorboard", "mlflow"], ["trackio"]])
-def test_ux_03_a_missing_package_is_said_with_the_command_that_cures_it(names, monkeypatch):
+def test_a_missing_package_is_said_with_the_command_that_cures_it(names, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         check_installed(names)

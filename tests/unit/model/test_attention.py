@@ -1,7 +1,5 @@
 """Packed documents against each of them alone, in every attention that a CPU has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.bases import small_fields
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,12 +23,7 @@ from llmtrain.model.loss import LossModule, made_up_batch
 CPU = torch.device("cpu")
 VOCABULARY = 61
 SEQ_LEN = 24
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+SMALL = small_fields(32, 2, 4)
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 WINDOW = {**GROUPED, "head_dim": 8, "sliding_window": 6}
 MODELS: dict[str, dict[str, Any]] = {
@@ -221,7 +215,7 @@ def test_the_loss_of_rows_with_padding_is_the_sum_over_documents_alone(kind: str
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_df_28_a_documents_tokens_change_nothing_in_its_neighbours(kind: str, ids: Tensor) -> None:
+def test_a_documents_tokens_change_nothing_in_its_neighbours(kind: str, ids: Tensor) -> None:
     """Positions that restart are not enough: documents must not attend to each other."""
     model = build(kind)
     install(model, SEQ_LEN)
@@ -244,7 +238,7 @@ def test_df_28_a_documents_tokens_change_nothing_in_its_neighbours(kind: str, id
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_df_27_no_attention_mask_is_passed_for_it_would_show_documents_to_each_other(
+def test_no_attention_mask_is_passed_for_it_would_show_documents_to_each_other(
     kind: str, ids: Tensor
 ) -> None:
     model = build(kind, "sdpa")
@@ -498,7 +492,7 @@ def block_diagonal(starts: list[np.ndarray]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-gqa", "qwen3", "gpt2"])
-def test_pf_4_hidden_documents_are_a_block_diagonal_mask(kind: str, ids: Tensor) -> None:
+def test_hidden_documents_are_a_block_diagonal_mask(kind: str, ids: Tensor) -> None:
     """The mask of transformers' own attention is ours to give, and has nothing of our code."""
     model = build(kind, "sdpa")
     positions = hidden(model)["position_ids"]
@@ -521,7 +515,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2"])
-def test_pf_4_a_step_reads_no_tensor_and_gets_no_mask(
+def test_a_step_reads_no_tensor_and_gets_no_mask(
     kind: str, ids: Tensor, masks: list[Tensor | None]
 ) -> None:
     """`bool(tensor)` and `tensor.item()` are the same operation."""
@@ -559,7 +553,7 @@ def test_a_kernel_is_chosen_for_what_is_computed_again_too(
     assert seen.names.count(FLASH) == forwards
 
 
-def test_ux_22_without_flash_attention_documents_are_computed_one_by_one(
+def test_without_flash_attention_documents_are_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "_has_flash", lambda _: True)

@@ -1,7 +1,5 @@
 """Compiled blocks against the same blocks as they are: graphs counted, numbers compared."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.bases import small_fields
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,14 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 CPU = torch.device("cpu")
 SEQ_LEN = 16
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-}
+SMALL = small_fields(16, 2, 2, num_key_value_heads=1, head_dim=8)
 WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SMALL,
@@ -118,7 +110,7 @@ def evaluate(module: LossModule, **documents: Any) -> Tensor:
         ("gpt2", "full"),
     ],
 )
-def test_pf_5_blocks_share_one_graph_an_evaluation_adds_one_and_samples_none(
+def test_blocks_share_one_graph_an_evaluation_adds_one_and_samples_none(
     kind: str, checkpointing: str, graphs: Graphs
 ) -> None:
     plain, compiled = (build(kind, mode, checkpointing) for mode in ("off", "blocks"))
@@ -138,13 +130,13 @@ def test_pf_5_blocks_share_one_graph_an_evaluation_adds_one_and_samples_none(
 
 
 @pytest.mark.parametrize("mode", ["off", "blocks", "model"])
-def test_pf_5_parameters_keep_their_names_and_order(mode: Compiled, graphs: Graphs) -> None:
+def test_parameters_keep_their_names_and_order(mode: Compiled, graphs: Graphs) -> None:
     expected = build("llama", "off")
     assert [*build("llama", mode).state_dict()] == [*expected.state_dict()]
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
-def test_pf_4_no_mask_reaches_sdpa_in_a_graph(mode: Compiled, graphs: Graphs) -> None:
+def test_no_mask_reaches_sdpa_in_a_graph(mode: Compiled, graphs: Graphs) -> None:
     compiled = build("llama", mode)
     assert_equal(step(compiled), step(build("llama", "off")))
     evaluate(compiled)
@@ -153,9 +145,7 @@ def test_pf_4_no_mask_reaches_sdpa_in_a_graph(mode: Compiled, graphs: Graphs) ->
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.wide), "full"])
-def test_pf_4_documents_are_hidden_in_compiled_blocks_too(
-    checkpointing: str, graphs: Graphs
-) -> None:
+def test_documents_are_hidden_in_compiled_blocks_too(checkpointing: str, graphs: Graphs) -> None:
     plain, compiled = (build("llama", mode, checkpointing) for mode in ("off", "blocks"))
 
     def hidden(starts: list[np.ndarray], *, padded: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.bases import small_fields
 from helpers.rings import diagonal
 from helpers.saved_bytes import saved_bytes
 from packaging.version import Version
@@ -18,16 +19,7 @@ from llmtrain.model.count import CannotCountError, count_saved
 
 ARITHMETICS = ("fp32", "bf16", "autocast")
 SEQ_LEN = 40
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+SMALL = small_fields(64, 3, 4, vocab_size=128, pad_token_id=0, bos_token_id=0, eos_token_id=0)
 GROUPED = SMALL | {"num_key_value_heads": 2}
 GPT2 = {
     "n_embd": 64,

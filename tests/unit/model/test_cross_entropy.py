@@ -56,7 +56,7 @@ def gradients(loss: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 150])
-def test_pf_1_loss_and_gradients_are_those_of_float64(rows: int) -> None:
+def test_loss_and_gradients_are_those_of_float64(rows: int) -> None:
     hidden, weight, bias, labels = inputs(rows)
     weights = torch.linspace(0.1, 2.0, rows)
     options = itertools.product(
@@ -82,7 +82,7 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 
 @pytest.mark.parametrize("narrow_hidden", [True, False], ids=["bf16", "autocast with fp32 hidden"])
-def test_pf_1_bf16_products_sum_in_fp32_over_128_chunks(narrow_hidden: bool) -> None:
+def test_bf16_products_sum_in_fp32_over_128_chunks(narrow_hidden: bool) -> None:
     hidden, weight, _, labels = inputs(512)
     if narrow_hidden:
         hidden, weight = hidden.bfloat16(), weight.bfloat16()
@@ -98,7 +98,7 @@ def test_pf_1_bf16_products_sum_in_fp32_over_128_chunks(narrow_hidden: bool) -> 
         assert relative(ours, right) < 1e-2
 
 
-def test_pf_1_under_autocast_the_products_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_the_products_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     own = cross_entropy._product
 
@@ -113,7 +113,7 @@ def test_pf_1_under_autocast_the_products_are_narrow(monkeypatch: pytest.MonkeyP
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 2  # logits and the gradient of hidden
 
 
-def test_pf_1_gradients_are_the_differences_of_the_loss() -> None:
+def test_gradients_are_the_differences_of_the_loss() -> None:
     """`gradcheck`, but with one backward, in fp64."""
     hidden, weight, bias, labels = inputs(5, torch.float64)
     leaves = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
@@ -135,7 +135,7 @@ def test_pf_1_gradients_are_the_differences_of_the_loss() -> None:
             assert found.view(-1)[index].item() == pytest.approx(difference, abs=1e-8, rel=1e-6)
 
 
-def test_pf_1_labels_that_the_model_holds_impossible_have_their_loss() -> None:
+def test_labels_that_the_model_holds_impossible_have_their_loss() -> None:
     """Their probability is 0 in fp32, and that of another entry is 1."""
     weight = torch.tensor([[100.0], [-100.0], [0.0]])
     hidden = torch.tensor([[1.0], [2.0], [-2.0], [2.0]]).requires_grad_()
@@ -147,14 +147,14 @@ def test_pf_1_labels_that_the_model_holds_impossible_have_their_loss() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 1031, 50_304])
-def test_pf_1_softmax_in_place_has_the_bits_of_softmax(vocabulary: int) -> None:
+def test_softmax_in_place_has_the_bits_of_softmax(vocabulary: int) -> None:
     """torch documents no `out=` that is the input; our memory depends on it."""
     logits = torch.randn(65, vocabulary, generator=torch.Generator().manual_seed(0)) * 10
     apart = torch.softmax(logits, 1)
     assert torch.equal(torch.softmax(logits, 1, out=logits), apart)
 
 
-def test_pf_1_a_gradient_of_several_slabs_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_of_several_slabs_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, labels = inputs(70)
     leaves = [hidden.bfloat16(), weight.bfloat16().requires_grad_()]
     (one,) = gradients(linear_cross_entropy(*leaves, labels, chunk_rows=32), leaves[1:])
@@ -163,7 +163,7 @@ def test_pf_1_a_gradient_of_several_slabs_is_that_of_one(monkeypatch: pytest.Mon
     torch.testing.assert_close(several, one, rtol=2**-8, atol=0)
 
 
-def test_pf_1_rows_without_labels_have_no_loss_and_no_gradient() -> None:
+def test_rows_without_labels_have_no_loss_and_no_gradient() -> None:
     hidden, weight, _, labels = inputs(9)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     found = linear_cross_entropy(*leaves, torch.full_like(labels, -100), z_loss=0.1)
@@ -202,7 +202,7 @@ def test_rows_without_a_label_never_reach_the_head(
     assert sum(seen) == 2 * int((labels != -100).sum()) + VOCABULARY
 
 
-def test_pf_1_a_frozen_weight_gets_no_gradient_and_no_memory() -> None:
+def test_a_frozen_weight_gets_no_gradient_and_no_memory() -> None:
     hidden, weight, _, labels = inputs(9)
     found = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
     assert found.grad_fn is not None
@@ -212,7 +212,7 @@ def test_pf_1_a_frozen_weight_gets_no_gradient_and_no_memory() -> None:
     torch.testing.assert_close(hidden.grad, gradients(logged, [hidden])[0].float())
 
 
-def test_pf_1_evaluation_makes_no_gradient_and_has_the_same_bits() -> None:
+def test_evaluation_makes_no_gradient_and_has_the_same_bits() -> None:
     hidden, weight, bias, labels = inputs(700)
     trained = linear_cross_entropy(hidden.requires_grad_(), weight, labels, bias=bias)
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_pf_1_evaluation_makes_no_gradient_and_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_pf_1_labels_known_to_be_trained_change_no_bit(scale: float, weighted: bool) -> None:
+def test_labels_known_to_be_trained_change_no_bit(scale: float, weighted: bool) -> None:
     hidden, weight, _, labels = inputs(90)
     leaves, labels = [hidden.requires_grad_(), weight.requires_grad_()], labels.clamp(min=0)
     given = {"token_weights": torch.linspace(0.1, 2, 90) if weighted else None, "scale": scale}
@@ -238,7 +238,7 @@ def test_pf_1_labels_known_to_be_trained_change_no_bit(scale: float, weighted: b
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_pf_1_a_second_backward_raises() -> None:
+def test_a_second_backward_raises() -> None:
     hidden, weight, _, labels = inputs(4)
     found = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
     found.backward(retain_graph=True)
@@ -246,7 +246,7 @@ def test_pf_1_a_second_backward_raises() -> None:
         found.backward()
 
 
-def test_pf_2_a_sharded_weight_is_refused() -> None:
+def test_a_sharded_weight_is_refused() -> None:
     hidden, weight, _, labels = inputs(4)
     with own_environment():
         mesh = init_device_mesh("cpu", (1,))

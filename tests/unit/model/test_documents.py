@@ -1,7 +1,5 @@
 """Positions and borders of a micro-batch, by hand; conversations of a block, each alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +69,7 @@ def test_only_our_attention_is_told_the_borders() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_ft_20_the_conversations_of_a_block_do_not_see_each_other(
-    tmp_path: Path, kind: str
-) -> None:
+def test_the_conversations_of_a_block_do_not_see_each_other(tmp_path: Path, kind: str) -> None:
     """Each has the logits that plain transformers computes for it alone."""
     tokenizer = chats.make(tmp_path / "tokenizer", "chatml")
     path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(40))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import small_fields
 from helpers.rings import needs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -13,19 +14,8 @@ from llmtrain.model.count import fake_tensors
 from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
 from llmtrain.model.shape import from_config
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SMALL = small_fields(32, 2, 4, num_key_value_heads=2, head_dim=8, vocab_size=97)
+SMALL |= {"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 OLDER = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FALCON = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
@@ -109,7 +99,7 @@ def assert_same(model: PreTrainedModel, head: Head | None) -> None:
         for kind in KINDS
     ],
 )
-def test_pf_3_the_loss_is_the_models_own(kind: str) -> None:
+def test_the_loss_is_the_models_own(kind: str) -> None:
     model = build(kind)
     found, expected = examine(model), KINDS[kind][1]
     if expected == LOGITS:
@@ -125,7 +115,7 @@ def test_pf_3_the_loss_is_the_models_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_pf_3_the_loss_of_a_router_is_added(kind: str) -> None:
+def test_the_loss_of_a_router_is_added(kind: str) -> None:
     """`output_router_logits` was once dropped without a word."""
     model = build(kind, output_router_logits=True, router_aux_loss_coef=0.5)
     assert examine(model) == "the loss of its router comes with its logits"
@@ -153,9 +143,7 @@ def adapted(kind: str, tokens: tuple[int, ...] = (), targets: Any = "auto", **mo
 @pytest.mark.parametrize(
     ("tied", "tokens"), [(True, (3, 5)), (False, (3, 5)), (True, ()), (False, ())]
 )
-def test_pf_3_a_head_that_an_adapter_wraps_keeps_its_logits(
-    tied: bool, tokens: tuple[int, ...]
-) -> None:
+def test_a_head_that_an_adapter_wraps_keeps_its_logits(tied: bool, tokens: tuple[int, ...]) -> None:
     model = adapted("llama", tokens, tie_word_embeddings=tied)
     found = why_wrapped(model)
     assert ("TrainableTokensWrapper" in found) == bool(tokens)
@@ -175,15 +163,18 @@ def test_a_cap_shows_although_the_logits_of_a_new_model_are_small() -> None:
     assert examine(model) == Head()
     model.config.final_logit_softcapping = 30.0
     assert examine(model) == Head(softcap=30.0)
+    assert examine(build("llama", final_logit_softcapping=1000.0)) == Head()  # it does not cap
 
 
-def test_a_model_that_changes_its_logits_otherwise_keeps_them() -> None:
+@pytest.mark.parametrize("change", [1.0, 5e-5])  # of the largest logit
+def test_a_model_that_changes_its_logits_otherwise_keeps_them(change: float) -> None:
     model = build("llama")
     own = model.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         output = own(*arguments, **keywords)
-        output.logits = output.logits + 0.01 * torch.arange(97)
+        most = change * float(output.logits.abs().max())
+        output.logits = output.logits + most * torch.linspace(-1.0, 1.0, 97)
         return output
 
     model.forward = forward  # type: ignore[method-assign]
@@ -191,7 +182,26 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_them() -> None:
     assert model.training
 
 
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 def test_without_a_linear_head_there_is_a_reason() -> None:
+    for head in (torch.nn.Sequential(torch.nn.Linear(32, 97)), Doubled(32, 97)):
+        model = build("llama")
+        model.lm_head = head
+        assert examine(model) == f"its head is no plain linear layer but {type(head).__name__}"
+
+
+def test_a_model_that_calls_its_head_twice_keeps_its_logits() -> None:
     model = build("llama")
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-    assert "Sequential" in str(examine(model))
+    own = model.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        output = own(*arguments, **keywords)
+        model.lm_head(torch.zeros(1, 32))
+        return output
+
+    model.forward = forward  # type: ignore[method-assign]
+    assert examine(model) == "it does not call its head once"

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import small_fields
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -13,13 +14,7 @@ from llmtrain.model import shape
 from llmtrain.model.trainable import freeze
 
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 24,
-}
+SMALL = small_fields(16, 3, 2, num_key_value_heads=1)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": SMALL | {"head_dim": 8, "tie_word_embeddings": True},

@@ -3,8 +3,6 @@
 The reference is plain transformers, one document at a time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.bases import small_fields
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -33,18 +32,8 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.03, 2.0, 20.0, 60.0],
 }
 DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-SMALL: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = small_fields(32, 4, 4, num_key_value_heads=2, vocab_size=199, max_position_embeddings=128)
+SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": ORIGINAL, "rope_parameters": LONGROPE},
     "llama": {"rope_parameters": LONGROPE},
@@ -103,7 +92,7 @@ def furthest(one: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def test_case_03_longrope_packing() -> None:
+def test_long_factors_of_rope_do_not_reach_short_documents_of_a_row() -> None:
     ids = some_ids(2)
     right = alone(build("phi3", MODELS["phi3"]), ids[0], SHORT)
     model = build("phi3", MODELS["phi3"])

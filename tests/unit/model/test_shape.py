@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import small_fields
 from helpers.rings import needs
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,13 +14,7 @@ from llmtrain.errors import UserError
 from llmtrain.model.shape import census, on_meta
 from llmtrain.types import ModelShape
 
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 64,
-}
+SMALL = small_fields(16, 3, 2, vocab_size=64)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SMALL | {"num_key_value_heads": 1},
     "qwen3": SMALL | {"head_dim": 12, "num_key_value_heads": 1, "tie_word_embeddings": True},

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.corpus import with_hole, write_tokenizer
+from helpers.vocabularies import SMALL, shared
 from transformers import AutoTokenizer
 
 from llmtrain.data.chat.template import open_template
@@ -28,11 +29,19 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mistral-v1"])
-def test_a_saved_tokenizer_gives_transformers_ids(
-    shared_data: Path, tmp_path: Path, name: str
-) -> None:
-    source = shared_data / "tokenizers" / name
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("thinking", "fallback", "bare"),
+        *(
+            pytest.param(f"real {n}", marks=pytest.mark.slow)
+            for n in ("gpt2", "qwen3", "mistral-v1")
+        ),
+    ],
+)
+def test_a_saved_tokenizer_gives_transformers_ids(tmp_path: Path, name: str) -> None:
+    real = name.startswith("real")
+    source = shared(f"tokenizers/{name.split()[1]}") if real else SMALL / name
     save_tokenizer(str(source), None, tmp_path / name)
     ours = open_tokenizer(tmp_path / name)
     theirs = AutoTokenizer.from_pretrained(source)
@@ -41,8 +50,18 @@ def test_a_saved_tokenizer_gives_transformers_ids(
         assert ours.encode(text).tolist() == plain, text
 
 
-def test_gpt2_gives_the_ids_that_everybody_knows(shared_data: Path, tmp_path: Path) -> None:
-    save_tokenizer(str(shared_data / "tokenizers" / "gpt2"), None, tmp_path)
+def test_a_saved_tokenizer_without_begin_and_pad_tokens_has_none(tmp_path: Path) -> None:
+    """Its class has both unless the settings say otherwise."""
+    save_tokenizer(str(SMALL / "bare"), None, tmp_path)
+    tokens = special_tokens(tmp_path)
+    assert (tokens.length, tokens.bos, tokens.eos, tokens.pad) == (600, None, 0, None)
+    ours = open_tokenizer(tmp_path)
+    assert (ours.length, ours.bos, ours.eos, ours.pad) == (600, None, 0, 0)
+
+
+@pytest.mark.slow
+def test_gpt2_gives_the_ids_that_everybody_knows(tmp_path: Path) -> None:
+    save_tokenizer(str(shared("tokenizers/gpt2")), None, tmp_path)
     assert open_tokenizer(tmp_path).encode("Hello world").tolist() == [15496, 995]
     tokens = special_tokens(tmp_path)
     assert (tokens.length, tokens.bos, tokens.eos, tokens.pad) == (50257, 50256, 50256, None)

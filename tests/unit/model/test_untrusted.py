@@ -61,9 +61,7 @@ def test_a_plan_needs_no_weights(base: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", untrusted.PICKLED)
-def test_bad_input_30_a_pickled_file_is_answered_with_how_to_convert_it(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_pickled_file_is_answered_with_how_to_convert_it(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"weights{suffix}"
     path.write_bytes(b"not even looked at")
     said = refusal(path)
@@ -71,14 +69,14 @@ def test_bad_input_30_a_pickled_file_is_answered_with_how_to_convert_it(
     assert "save_pretrained(DIR) writes safetensors" in said
 
 
-def test_bad_input_30_a_directory_of_pickled_weights_too(base: Path) -> None:
+def test_a_directory_of_pickled_weights_too(base: Path) -> None:
     (base / "model.safetensors").rename(base / "pytorch_model.bin")
     said = refusal(base)
     assert "not the pickled pytorch_model.bin" in said
     assert "save_pretrained" in said
 
 
-def test_bad_input_31_a_dcp_checkpoint_is_recognised(tmp_path: Path) -> None:
+def test_a_dcp_checkpoint_is_recognised(tmp_path: Path) -> None:
     (tmp_path / ".metadata").touch()
     (tmp_path / "__0_0.distcp").touch()
     said = refusal(tmp_path)
@@ -86,7 +84,7 @@ def test_bad_input_31_a_dcp_checkpoint_is_recognised(tmp_path: Path) -> None:
     assert "torch.distributed.checkpoint.format_utils" in said
 
 
-def test_bad_input_31_a_state_of_accelerate_lacks_its_config(base: Path) -> None:
+def test_a_state_of_accelerate_lacks_its_config(base: Path) -> None:
     (base / "config.json").unlink()
     for name in ("optimizer.bin", "random_states_0.pkl"):
         (base / name).touch()
@@ -95,7 +93,7 @@ def test_bad_input_31_a_state_of_accelerate_lacks_its_config(base: Path) -> None
     assert "copy config.json" in said
 
 
-def test_bad_input_31_of_a_trainer_directory_its_safetensors_are_taken(base: Path) -> None:
+def test_of_a_trainer_directory_its_safetensors_are_taken(base: Path) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
         (base / name).touch()
     untrusted.check(str(base))
@@ -104,27 +102,25 @@ def test_bad_input_31_of_a_trainer_directory_its_safetensors_are_taken(base: Pat
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "/etc/outside.safetensors", "a/../../outside.safetensors"]
 )
-def test_bad_input_32_an_index_that_leads_out_of_the_directory_is_refused(
-    base: Path, name: str
-) -> None:
+def test_an_index_that_leads_out_of_the_directory_is_refused(base: Path, name: str) -> None:
     shutil.copy(base / "model.safetensors", base.parent / "outside.safetensors")
     sharded(base, {"a": name})
     assert f"{name!r} is not a plain path inside the directory" in refusal(base)
 
 
-def test_bad_input_32_a_link_that_leads_out_of_the_directory_is_refused(base: Path) -> None:
+def test_a_link_that_leads_out_of_the_directory_is_refused(base: Path) -> None:
     (base / "model.safetensors").rename(base.parent / "elsewhere.safetensors")
     (base / "model.safetensors").symlink_to(base.parent / "elsewhere.safetensors")
     assert "model.safetensors leads out of the directory" in refusal(base)
 
 
-def test_bad_input_32_what_is_no_regular_file_is_not_opened(base: Path) -> None:
+def test_what_is_no_regular_file_is_not_opened(base: Path) -> None:
     (base / "model.safetensors").unlink()
     os.mkfifo(base / "model.safetensors")
     assert "model.safetensors is not a regular file" in refusal(base)
 
 
-def test_bad_input_32_a_weight_that_stands_twice_in_an_index_is_refused(base: Path) -> None:
+def test_a_weight_that_stands_twice_in_an_index_is_refused(base: Path) -> None:
     sharded(base, {})
     (base / untrusted.INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
     assert "a occurs twice" in refusal(base)
@@ -153,7 +149,7 @@ def test_links_of_the_hubs_own_cache_are_its_own(tmp_path: Path, base: Path) -> 
     untrusted.check(str(cached))
 
 
-def test_bad_input_33_a_type_that_transformers_does_not_have_is_refused(base: Path) -> None:
+def test_a_type_that_transformers_does_not_have_is_refused(base: Path) -> None:
     code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
     config = {**CONFIG, "model_type": "zzz", "auto_map": code}
     (base / "config.json").write_text(json.dumps(config))
@@ -173,7 +169,7 @@ def test_code_beside_a_type_of_transformers_is_one_warning(
 
 
 @pytest.mark.parametrize("weights", ["adapter_model.safetensors", "model.safetensors"])
-def test_bad_input_13_an_adapter_is_no_model_even_beside_one(base: Path, weights: str) -> None:
+def test_an_adapter_is_no_model_even_beside_one(base: Path, weights: str) -> None:
     (base / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
     (base / "model.safetensors").rename(base / weights)
     said = refusal(base)

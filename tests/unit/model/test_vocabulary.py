@@ -1,7 +1,5 @@
 """Rows of embeddings: what they grow by, for every kind of head, without a random number."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever a run directory has in it, `llmtrain report` writes a page or says why it cannot."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

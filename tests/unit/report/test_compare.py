@@ -33,14 +33,6 @@ def test_runs_are_compared_by_the_length_that_was_trained(tmp_path):
     assert differences([collect(a), collect(b)]) == [("training.steps", ["300", "400"])]
 
 
-def test_runs_with_other_tokenizers_are_compared_by_bits_per_byte(tmp_path):
-    a, b = run(tmp_path, "a", vocabulary=2048), run(tmp_path, "b", vocabulary=50_000)
-    page = render([collect(a), collect(b)])
-    assert "The tokenizers differ" in page
-    assert "bits per byte, last" in page
-    assert "Training loss</h3>" not in page
-
-
 def test_a_run_beside_itself_and_five_runs_have_a_page(tmp_path):
     a = collect(run(tmp_path, "a"))
     page = render([a, a])

@@ -1,7 +1,5 @@
 """The colours of a report: apart for everybody, and legible."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path
@@ -82,7 +80,7 @@ def test_black_and_white_differ_by_a_hundred_for_every_eye():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("names", "least"), [(CURVES, 20), (OWNERS, 11)], ids=["curves", "bands"])
-def test_ux_35_colours_stay_apart_under_three_kinds_of_colour_blindness(scheme, names, least):
+def test_colours_stay_apart_under_three_kinds_of_colour_blindness(scheme, names, least):
     own = colours(scheme)
     for (one, other), sight in itertools.product(itertools.combinations(names, 2), SIGHT):
         assert difference(own[one], own[other], sight) >= least, (one, other, sight)

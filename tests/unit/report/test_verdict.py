@@ -100,9 +100,7 @@ WORSE = "worse than guessing (3.912)"
         ([9.0, 3.9], "Finished. Held-out loss fell from 9.000 to 3.900 and is still falling."),
     ],
 )
-def test_b_9_a_loss_worse_than_guessing_is_the_headline_wherever_there_is_one(
-    tmp_path, losses, said
-):
+def test_a_loss_worse_than_guessing_is_the_headline_wherever_there_is_one(tmp_path, losses, said):
     found = evaluated(tmp_path / "a", *losses)
     bad = check(found, "held-out loss").mark == verdict.BAD
     assert bad == ("guessing" in said) == ("worse than guessing" in one_of(found))
@@ -118,7 +116,7 @@ def one_of(found):
     return check(found, "held-out loss").found
 
 
-def test_b_9_every_bad_check_is_in_the_headline(tmp_path):
+def test_every_bad_check_is_in_the_headline(tmp_path):
     events = [runs.event_line(step, "update_skipped") for step in (3, 4)]
     found = evaluated(tmp_path, 9.0, 3.0, events=events)
     assert check(found, "skipped updates").mark == verdict.BAD
@@ -151,7 +149,7 @@ def test_redone_steps_are_named_and_the_goodput_is_that_of_the_record(tmp_path, 
     assert verdict.goodput(found) == pytest.approx(goodput(tmp_path))
 
 
-def test_ux_34_advice_about_data_comes_from_all_steps_and_not_from_logged_ones(tmp_path):
+def test_advice_about_data_comes_from_all_steps_and_not_from_logged_ones(tmp_path):
     # Ten steps a line, of 0.4 s each; the step of the line itself happened to wait for 0.1 s.
     often = [runs.train_line(step, data_wait_seconds=0.1) for step in range(10, 200, 10)]
     one = check(tables(tmp_path / "a", [runs.start_line(0), *often]), "data wait")

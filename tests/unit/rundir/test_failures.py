@@ -1,7 +1,5 @@
 """What a rank that failed leaves for the others, and which of several marks they believe."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

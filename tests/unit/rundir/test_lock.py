@@ -53,7 +53,7 @@ def left_by(run_dir, **fields):
 
 
 @pytest.mark.launches
-def test_bad_input_26_a_run_directory_in_use_names_host_pid_and_since_when(tmp_path, holder):
+def test_a_run_directory_in_use_names_host_pid_and_since_when(tmp_path, holder):
     with pytest.raises(UserError) as caught, RunLock(tmp_path, "ours"):
         pass
     since = lock.read(tmp_path / "lock").since
@@ -69,7 +69,7 @@ def test_bad_input_26_a_run_directory_in_use_names_host_pid_and_since_when(tmp_p
 
 
 @pytest.mark.launches
-def test_ux_17_the_lock_of_a_killed_process_is_taken_over(tmp_path, holder):
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, holder):
     holder.kill()
     # Not waited for: a process that has ended but is still listed counts as ended.
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)

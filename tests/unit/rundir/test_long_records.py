@@ -1,7 +1,5 @@
 """Records of long runs: what is read of them takes little memory, and is what stands in them."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """All ranks must have the one run directory; ranks are threads, a machine is a path of its own."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 
@@ -32,9 +30,7 @@ def test_one_directory_passes_and_keeps_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has", ["nothing", "no directory", "what an earlier start left"])
-def test_bad_input_27_ranks_with_another_directory_are_named_with_their_host(
-    tmp_path: Path, has: str
-) -> None:
+def test_ranks_with_another_directory_are_named_with_their_host(tmp_path: Path, has: str) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"
     shared.mkdir()
     if has != "no directory":

@@ -1,7 +1,5 @@
 """`llmtrain init DATA…`: what it finds out, what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -122,7 +122,7 @@ def test_a_large_model_is_sharded_or_offloaded_or_refused(tmp_path):
     assert plan(config, device_memory_gb=80, host_memory_gb=64).chosen is None
 
 
-def test_ux_10_a_refusal_says_which_change_fits(tmp_path):
+def test_a_refusal_says_which_change_fits(tmp_path):
     asked = ("training.micro_batch_size=8", "model.activation_checkpointing=none")
     refused = plan(large(tmp_path, "data.seq_len=4096", *asked), 8, device_memory_gb=80)
     assert refused.chosen is None
@@ -211,7 +211,7 @@ def test_qlora_is_planned_for_a_gpu_alone_and_whole(tmp_path):
     assert sizes[0] - sizes[1] == pytest.approx(linear * (2 - 0.516), rel=0.01)
 
 
-def test_ux_19_a_plan_states_the_bytes_that_a_run_writes(tmp_path):
+def test_a_plan_states_the_bytes_that_a_run_writes(tmp_path):
     config = small(tmp_path, "checkpoint.every_steps=10", "checkpoint.keep_every=20")
     found = plan(config)
     parameters = found.shape.count

@@ -1,7 +1,5 @@
 """How a start ends before its first step, and what the end of a run says of its documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sums of an evaluation by source, against plain arithmetic."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -160,7 +160,7 @@ def test_muon_updates_matrices_between_embedding_and_head() -> None:
     }
 
 
-def test_ft_28_a_matrix_of_one_row_or_column_is_adamws() -> None:
+def test_a_matrix_of_one_row_or_column_is_adamws() -> None:
     found = settings(tiny(True, intermediate_size=1), config(name="muon"))
     for part in ("gate", "up", "down"):
         assert found[f"model.layers.0.mlp.{part}_proj.weight"] == ("adamw", 3e-4, 0.1)

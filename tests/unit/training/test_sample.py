@@ -1,7 +1,5 @@
 """Ranks that hold a part of the weights each wait for each other in every forward."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions of a save that need no run; whole runs are in tests/faults and tests/distributed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path
@@ -22,7 +20,7 @@ def rank(host: str, needed: int, free: int) -> dict:
     return {"host": host, "needed": needed, "free": free}
 
 
-def test_bad_input_25_copies_of_all_ranks_of_a_host_must_fit_into_what_is_free_there() -> None:
+def test_copies_of_all_ranks_of_a_host_must_fit_into_what_is_free_there() -> None:
     assert short_of_memory([rank("a", 100, 1000), rank("a", 100, 990)]) == []
     assert short_of_memory([rank("a", 600, 1000), rank("a", 600, 990)]) == ["a"]
 
@@ -40,7 +38,7 @@ def test_a_rank_that_writes_nothing_needs_nothing() -> None:
     assert short_of_memory([rank("a", 600, 700), rank("a", 0, 700)]) == []
 
 
-def test_f33_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -> None:
     events: list[tuple[str, int, str]] = []
     root = tmp_path / "checkpoints"
     root.mkdir()

@@ -1,7 +1,5 @@
 """What a step costs beside the model: it waits for nothing, and makes no more calls than before."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -65,9 +63,7 @@ def each_step(monkeypatch: pytest.MonkeyPatch, begins: Any) -> None:
     monkeypatch.setattr(loop, "finish", lambda run: (begins(run, None), finish(run))[1])
 
 
-def test_pf_6_a_step_reads_nothing_from_the_device(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_nothing_from_the_device(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where operations are queued. The last step, behind which the run is saved, is left out."""
     monkeypatch.setattr(engine, "is_asynchronous", lambda device: True)
     found: list[str] = []
@@ -94,7 +90,7 @@ def test_pf_6_a_step_reads_nothing_from_the_device(
 
 
 @pytest.mark.parametrize("config", [50], indirect=True, ids=["summed"])
-def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right: equal to the loss that the model itself computes on the step's rows."""
     own: list[float] = []
     received: list[tuple[int, int]] = []
@@ -120,7 +116,7 @@ def test_pf_6_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.M
     assert not any("router_loss" in line for line in logged)
 
 
-def test_pf_6_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
+def test_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tuned loop is counted beside it, as torch and Python have their own numbers of calls."""
@@ -251,7 +247,7 @@ def test_a_run_logs_the_loss_of_its_tokens_and_that_of_its_router_beside_it(
 
 
 @pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])
-def test_pf_7_a_step_searches_no_packages(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_searches_no_packages(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
 
     def begins(_run: Run, step: int | None) -> None:
@@ -265,7 +261,7 @@ def test_pf_7_a_step_searches_no_packages(config: Any, monkeypatch: pytest.Monke
     assert searched == []
 
 
-def test_pf_7_ddp_gets_no_static_graph() -> None:
+def test_ddp_gets_no_static_graph() -> None:
     """A first backward inside `no_sync` would die of it."""
     launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
     try:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,7 @@ def reported(
         (None, 20, ([300], [1190])),  # while it starts
     ],
 )
-def test_ux_09_a_hang_is_reported_once_and_ended_before_the_peers_give_up(
+def test_a_hang_is_reported_once_and_ended_before_the_peers_give_up(
     record: Record, median: float | None, minutes: float, expected: Any
 ) -> None:
     assert reported(record, median, minutes, 4000) == expected

@@ -1,10 +1,9 @@
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import chats, corpus, megatron
+from helpers import chats, corpus, megatron, vocabularies
 from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.data.audit import census, epochs
@@ -16,9 +15,6 @@ from llmtrain.data.state import DataState
 from llmtrain.data.tokens.encode import Encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.types import Cursor
-
-WIKIPEDIA = Path(__file__).parents[5] / "shared/data/wikipedia/20140304.en"
-WIKIPEDIA_DOCUMENTS = 64_183
 
 
 @pytest.fixture(scope="module")
@@ -207,11 +203,18 @@ def test_more_conversations_than_can_be_counted_have_no_counted_end(talks, monke
     assert (found.exact, found.until_end) == (False, None)
 
 
-@pytest.mark.skipif(not WIKIPEDIA.is_dir(), reason="no real text beside the checkout")
-def test_documents_of_real_text_are_estimated_within_two_percent(place, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [("sample", 4 * 591), pytest.param("20140304.en", 64_183, marks=pytest.mark.slow)],
+)
+def test_documents_of_articles_are_estimated_within_two_percent(
+    place, monkeypatch, name, documents
+):
     tokenizer = open_tokenizer(place / "tokenizer")
-    manifest = corpus.manifest_of(place / "tokenizer", WIKIPEDIA, heldout=0.005)
+    source = name if name == "sample" else vocabularies.shared(f"wikipedia/{name}")
+    manifest = corpus.manifest_of(place / "tokenizer", source, heldout=0.005)
     monkeypatch.setattr(census, "SAMPLED_BYTES", 4096)
+    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
     found = epoch(manifest, Encoder(tokenizer), Reading(60))
     assert not found.exact
-    assert found.documents == pytest.approx(WIKIPEDIA_DOCUMENTS * 0.995, rel=0.02)
+    assert found.documents == pytest.approx(documents * 0.995, rel=0.02)

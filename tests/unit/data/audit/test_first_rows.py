@@ -60,7 +60,7 @@ def rows_of(count, said="Yes."):
     return [{"messages": chats.talk("Hi?", said)} for _ in range(count)]
 
 
-def test_ux_23_good_rows_give_the_first_conversation(check):
+def test_good_rows_give_the_first_conversation(check):
     first, *_ = check(rows_of(3))
     assert (first.counts["sequences"], first.bad) == (1, None)
 
@@ -118,7 +118,7 @@ def test_conversations_need_a_template(refused):
     assert problem.remedy == "name one of chatml, llama3, gemma or a .jinja file"
 
 
-def test_ux_24_rows_without_anything_to_train_are_refused(refused):
+def test_rows_without_anything_to_train_are_refused(refused):
     (problem,) = refused([{**row, "train": False} for row in rows_of(4)])
     assert problem.key == "data.sources.0"
     assert "a turn of the assistant to train on in the first 4 rows" in problem.expected

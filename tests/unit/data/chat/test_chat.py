@@ -15,6 +15,7 @@ from helpers.chats import (
     trained_ids,
     trained_texts,
 )
+from helpers.vocabularies import SMALL
 
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rendering import Conversation
@@ -39,9 +40,9 @@ def chatml(tmp_path_factory):
 def place(tmp_path):
     """A template that writes `here` as the content, and `think` behind the prompt."""
 
-    def build(here, think=""):
+    def build(here, think="", source=SAMPLE):
         text = CHATML.replace("HERE", here).replace("THINK", think)
-        return make(tmp_path / f"t{len(list(tmp_path.iterdir()))}", text, TOKENS)
+        return make(tmp_path / f"t{len(list(tmp_path.iterdir()))}", text, TOKENS, source)
 
     return build
 
@@ -52,13 +53,13 @@ def key_of(chat, messages, **more):
     return error.value.key, str(error.value)
 
 
-def test_ft_01_masks_need_no_generation_tag(chatml):
+def test_masks_need_no_generation_tag(chatml):
     chat = open_chat(chatml)
     assert "generation %}" not in (chatml / "chat_template.jinja").read_text()
     assert trained_texts(chat, chatml, talk("Hi?", "Yes.")) == ["Yes.<|im_end|>"]
 
 
-def test_ft_02_a_mask_ends_with_its_turn(chatml):
+def test_a_mask_ends_with_its_turn(chatml):
     messages = [*talk("Hi?", "Yes.", "So?", "No."), *talk("more")]
     (one,) = open_chat(chatml).sequences(Example(messages)).sequences
     tokens = plain(chatml)
@@ -67,14 +68,14 @@ def test_ft_02_a_mask_ends_with_its_turn(chatml):
     assert tokens.decode(one.ids[one.trained.index(True) + len("Yes.") :], False).count("user") == 1
 
 
-def test_ft_15_nothing_follows_the_end_of_turn(chatml):
+def test_nothing_follows_the_end_of_turn(chatml):
     for messages in (talk("Hi?", "Yes."), talk("Hi?", "Yes.", "So?", "No.")):
         (one,) = open_chat(chatml).sequences(Example(messages)).sequences
         assert one.ids[-1] == open_chat(chatml).check().id
         assert plain(chatml).token_to_id("<|endoftext|>") not in one.ids
 
 
-def test_ft_17_a_turn_that_is_not_trained_has_no_trained_end(chatml):
+def test_a_turn_that_is_not_trained_has_no_trained_end(chatml):
     messages = talk("Hi?", "Yes.", "So?", "No.")
     chat = open_chat(chatml)
     assert trained_texts(chat, chatml, messages, untrained=frozenset({1})) == ["No.<|im_end|>"]
@@ -85,7 +86,7 @@ def test_ft_17_a_turn_that_is_not_trained_has_no_trained_end(chatml):
     assert trained_texts(chat, chatml, messages, untrained=frozenset({3})) == ["Yes.<|im_end|>"]
 
 
-def test_ft_08_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(place):
+def test_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(place):
     """Qwen3.5 opens a think block that an answer without reasoning closes at once."""
     directory = place(r"(m.content if m.role == 'user' else '<think>\n\n</think>\n\n' + m.content)",
                       r"<think>\n")  # fmt: skip
@@ -100,11 +101,12 @@ def test_ft_08_a_prompt_that_is_no_prefix_in_tokens_gets_a_sequence_of_its_own(p
         assert ids == tokens.encode(text, add_special_tokens=False).ids
 
 
-def test_ft_08_characters_that_merge_across_the_border_do_not(place):
-    directory = place("m.content", "moss")  # the prompt's last word goes on in the answer
-    text = (directory / "chat_template.jinja").read_text()
-    text = text.replace("+ m.content", "+ ('moss' if m.role == 'assistant' else '') + m.content")
-    (directory / "chat_template.jinja").write_text(text)
+# The prompt's last word goes on in the answer.
+GOES_ON = ("('moss' if m.role == 'assistant' else '') + m.content", "moss")
+
+
+def test_characters_that_merge_across_the_border_do_not(place):
+    directory = place(*GOES_ON)
     chat = open_chat(directory)
     seen = 0
     for answer in ("y", " and", "es", "\n", "."):
@@ -116,6 +118,38 @@ def test_ft_08_characters_that_merge_across_the_border_do_not(place):
             assert ids == chat.prompt_ids(messages[:turn])
             assert plain(directory).decode(said, False) == messages[turn]["content"] + "<|im_end|>"
     assert seen > 0
+
+
+def test_an_answer_that_is_encoded_apart_is_not_in_the_sequence_of_those_before_it(place):
+    directory = place(*GOES_ON)
+    chat = open_chat(directory)
+    found = chat.sequences(Example(talk("Hi?", "!", "So?", "es!")))
+    assert found.counts["straddles"] == 1
+    said = [[plain(directory).decode(ids, False) for _, ids in spans(one.ids, one.trained)]
+            for one in found.sequences]  # fmt: skip
+    assert sorted(said) == [["!<|im_end|>"], ["es!<|im_end|>"]]
+    assert all(one.trained[-1] for one in found.sequences)
+
+
+def test_an_answer_that_is_encoded_apart_gets_no_mark_of_a_beginning_text(place):
+    directory = place(*GOES_ON, source=SMALL / "fallback")
+    found = open_chat(directory).sequences(Example(talk("Hi?", "ter!")))
+    assert found.counts["straddles"] == 1
+    ((_, ids),) = [pair for one in found.sequences for pair in spans(one.ids, one.trained)]
+    tokens = [plain(directory).id_to_token(n) for n in ids]
+    assert "".join(tokens) == "ter!<|im_end|>"
+
+
+def test_an_answer_without_an_end_is_not_ended_by_the_prompt(tmp_path):
+    text = (
+        "{%- for m in messages %}{{ m.role + ':' + m.content }}"
+        "{{ '<|im_end|>' if m.content != 'No.' }}{% endfor %}"
+    )
+    chat = open_chat(make(tmp_path / "t", text, TOKENS))
+    assert len(chat.sequences(Example(talk("Hi?", "Yes."))).sequences) == 1
+    key, why = key_of(chat, talk("Hi?", "No."))
+    assert key == "end_of_turn"
+    assert why.startswith("turn 1: no end-of-turn token after the answer")
 
 
 def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
@@ -135,6 +169,10 @@ def test_a_prompt_that_the_text_does_not_begin_with_is_a_bad_row(place):
             "m.content.replace('Yes', '')",
             talk("Hi?", "Yes."),
             "turn 1: the template drops the assistant's text",
+        ),
+        (
+            "m.content[:40]",
+            *(talk("Hi?", " ".join(map(str, range(40)))), "drops the assistant's text"),
         ),
         ("(m.content if m.role != 'user' else '')", talk("Hi?", "Yes."), r"before it \(user\)"),
         (
@@ -163,6 +201,16 @@ def test_text_that_the_template_drops_makes_a_bad_row(place, here, messages, sai
     key, why = key_of(open_chat(place(here)), messages)
     assert key == "dropped"
     assert re.search(said, why)
+
+
+def test_a_message_that_only_a_later_prompt_lacks_makes_a_bad_row(place):
+    left = "messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list | length"
+    chat = open_chat(place(f"(m.content if {left} < 3 else '')"))
+    messages = talk("Hi?", "Yes.", "So?", "No.", "And?", "So.")
+    assert len(chat.sequences(Example(messages[:4])).sequences) == 1
+    key, why = key_of(chat, messages)
+    text = "turn 3: the template drops the text of a message before it (user)"
+    assert (key, why) == ("dropped", text)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])

@@ -1,7 +1,5 @@
 """The beginnings of a conversation, rendered one after the other and each for itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers.chats import DEFAULTS, make, open_chat, talk

@@ -6,7 +6,6 @@ import pytest
 from llmtrain.data.chat.rows import (
     FORMS,
     BadRowError,
-    PreferenceDataError,
     as_text,
     columns_of,
     form_of,
@@ -45,12 +44,6 @@ def why(row, form="messages"):
 def test_the_form_is_the_first_whose_columns_are_there(columns, form):
     assert form_of(columns, KEY) == form
     assert form in (*FORMS, None)
-
-
-def test_preference_pairs_alone_are_refused():
-    with pytest.raises(PreferenceDataError, match="export, then trl") as error:
-        form_of(["prompt", "chosen", "rejected"], KEY)
-    assert isinstance(error.value, UserError)
 
 
 def test_columns_are_read_under_our_names():

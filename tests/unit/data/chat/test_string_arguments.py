@@ -70,7 +70,7 @@ def said(directory, row, **settings):
     return ids
 
 
-def test_case_09_deepseek_v3_writes_the_string_of_the_row(place):
+def test_deepseek_v3_writes_the_string_of_the_row(place):
     at = place(DEEPSEEK_V3)
     chat = open_chat(at)
     assert chat.arguments == "string"

@@ -175,7 +175,7 @@ def test_no_template_and_a_wrong_one_are_refused(place):
     assert not open_chat(SAMPLE).has_template
 
 
-def test_ft_14_the_clock_of_a_template_is_that_of_the_run(place):
+def test_the_clock_of_a_template_is_that_of_the_run(place):
     directory = place("{{ strftime_now('%d %b %Y %H:%M') }}{{ date_string }}")
     chat = open_chat(directory, date="2024-07-26T12:30:00", template_kwargs={"date_string": "!"})
     assert chat.render(talk("Hi?")) == "26 Jul 2024 12:30!"

@@ -28,7 +28,7 @@ def test_a_row_that_is_too_long_is_bad(directory):
     )
 
 
-def test_ft_16_truncation_keeps_the_start_and_its_mask(directory):
+def test_truncation_keeps_the_start_and_its_mask(directory):
     (whole,) = sequences(directory, LONG, 1000).sequences
     for limit in range(1, len(whole.ids), 9):
         found = sequences(directory, LONG, limit, too_long="truncate")
@@ -42,7 +42,7 @@ def test_ft_16_truncation_keeps_the_start_and_its_mask(directory):
         assert found.counts["truncated"] == 1
 
 
-def test_ft_07_a_sequence_without_a_trained_token_is_dropped_and_counted(directory):
+def test_a_sequence_without_a_trained_token_is_dropped_and_counted(directory):
     found = sequences(directory, LONG, 5, too_long="truncate")
     assert found.sequences == ()
     assert found.counts == {"dropped": 1}

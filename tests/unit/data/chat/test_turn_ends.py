@@ -53,7 +53,7 @@ def row(directory, **settings):
     return [(one.ids, one.trained) for one in found]
 
 
-def test_case_08_gpt_oss_ends_a_call_with_call_and_an_answer_with_return(place):
+def test_gpt_oss_ends_a_call_with_call_and_an_answer_with_return(place):
     at = place(GPT_OSS)
     assert open_chat(at).check().texts == ("<|return|>", "<|call|>")
     assert row(at) == [
@@ -70,7 +70,7 @@ def test_case_08_gpt_oss_ends_a_call_with_call_and_an_answer_with_return(place):
     ]  # fmt: skip
 
 
-def test_case_08_gemma_4_ends_a_call_with_the_begin_of_the_response(place):
+def test_gemma_4_ends_a_call_with_the_begin_of_the_response(place):
     at = place(GEMMA_4)
     assert open_chat(at).check().texts == ("<turn|>", "<|tool_response>")
     assert row(at) == [
@@ -86,7 +86,7 @@ def test_case_08_gemma_4_ends_a_call_with_the_begin_of_the_response(place):
     ]  # fmt: skip
 
 
-def test_case_08_glm_ends_a_turn_with_the_token_of_the_next_role(place):
+def test_glm_ends_a_turn_with_the_token_of_the_next_role(place):
     at = place(GLM)
     end = open_chat(at).check()
     assert (end.texts, end.lead) == (("<|user|>", "<|observation|>"), "\n<think></think>\n")

@@ -141,22 +141,23 @@ def test_a_listing_that_hangs_is_left_alone(encyclopedia, monkeypatch):
     assert (found, len(calls)) == ([], 2)
 
 
-def test_a_config_that_does_not_exist_is_told_what_there_is_nearest_first(encyclopedia):
-    problem = refused(name="2023.vii")
-    assert (problem.key, problem.value) == ("data.sources.3.name", "2023.vii")
-    assert problem.expected == "one of: 2023.vi, 2023.en"
+@pytest.mark.parametrize(
+    ("asked", "key", "there"),
+    [
+        ({"name": "2023.vii"}, "name", "one of: 2023.vi, 2023.en"),
+        ({"name": "2023.en", "split": "tests"}, "split", "one of: test, train"),
+    ],
+)
+def test_what_does_not_exist_is_told_what_there_is_nearest_first(encyclopedia, asked, key, there):
+    problem = refused(**asked)
+    assert (problem.key, problem.value) == (f"data.sources.3.{key}", asked[key])
+    assert problem.expected == there
 
 
 def test_a_config_that_must_be_chosen_is_asked_for(encyclopedia):
     problem = refused()
     assert problem.key == "data.sources.3.name"
     assert "2023.en" in problem.expected
-
-
-def test_a_split_that_does_not_exist_is_told_what_there_is_nearest_first(encyclopedia):
-    problem = refused(name="2023.en", split="tests")
-    assert (problem.key, problem.value) == ("data.sources.3.split", "tests")
-    assert problem.expected == "one of: test, train"
 
 
 def test_a_short_commit_is_asked_for_in_full(encyclopedia):

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 from helpers import corpus, vocabularies
-from helpers.vocabularies import edited, word_pieces
+from helpers.vocabularies import SMALL, edited, saved, shared, word_pieces
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.survey import some_texts, survey
@@ -45,9 +45,16 @@ def test_tiktoken_is_taken_where_the_ids_are_equal(small, log):
     assert "tiktoken: ids equal those of tokenizers on 20 documents" in log.text
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", ["thinking", "bare"])
+def test_byte_level_tokenizers_of_other_forms_get_tiktoken(tmp_path, name):
+    directory = saved(SMALL / name, tmp_path)
+    assert choose_tokenizer(directory, vocabularies.sample_texts(60)).backend == "tiktoken"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_real_byte_level_tokenizers_get_tiktoken(tmp_path, name):
-    directory = vocabularies.saved(name, tmp_path)
+    directory = saved(shared(f"tokenizers/{name}"), tmp_path)
     texts = [
         *vocabularies.real_texts("20140304.en", 60),
         *vocabularies.real_texts("20210520.vi", 60),

@@ -4,12 +4,12 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from helpers import corpus, vocabularies
-from helpers.rings import diagonal
-from helpers.vocabularies import description, edited, library_ids
+from helpers.vocabularies import SMALL, description, edited, library_ids, shared
 
 from llmtrain.data.tokens.convert import PROBES, byte_symbols, convert, find_unreached, obstacles
 
-CONVERTIBLE = ["small", "sample", "gpt2", pytest.param("qwen3", marks=pytest.mark.wide)]
+REAL = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3")]
+CONVERTIBLE = ["small", "sample", "thinking", "bare", *REAL]
 QWEN = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
 
 
@@ -19,10 +19,16 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """The directory of a real tokenizer, by its name."""
-    root = tmp_path_factory.mktemp("real")
-    return lru_cache(lambda name: vocabularies.saved(name, root / name))
+def saved(tmp_path_factory):
+    """The directory of one of our tokenizers or of a real one, by its name, as a run saves it."""
+    root = tmp_path_factory.mktemp("saved")
+
+    @lru_cache
+    def save(name):
+        source = SMALL / name if (SMALL / name).is_dir() else shared(f"tokenizers/{name}")
+        return vocabularies.saved(source, root / name)
+
+    return save
 
 
 @lru_cache(maxsize=2)
@@ -32,12 +38,12 @@ def converted_once(directory):
 
 
 @pytest.fixture(scope="module", params=CONVERTIBLE)
-def convertible(request, small, real):
+def convertible(request, small, saved):
     if request.param == "small":
         return small
     if request.param == "sample":
         return importlib.resources.files("llmtrain.data.sample")
-    return real(request.param)
+    return saved(request.param)
 
 
 def split(regex, **changes):
@@ -137,12 +143,24 @@ def test_the_same_ids_as_the_library_on_awkward_texts(convertible):
 
 
 @pytest.mark.parametrize(
-    ("language", "name"), diagonal(["20140304.en", "20210520.vi"], ["gpt2", "qwen3"])
+    ("name", "language"),
+    [
+        *(("thinking", "sample"), ("bare", "sample")),
+        *(
+            pytest.param(name, language, marks=pytest.mark.slow)
+            for name in ("gpt2", "qwen3")
+            for language in ("20140304.en", "20210520.vi")
+        ),
+    ],
 )
-def test_the_same_ids_as_the_library_on_real_documents(real, name, language):
-    directory = real(name)
-    texts = vocabularies.real_texts(language, 300)
+def test_the_same_ids_as_the_library_on_documents(saved, name, language):
     import tokenizers
+
+    directory = saved(name)
+    if language == "sample":
+        texts = vocabularies.sample_texts(300)
+    else:
+        texts = vocabularies.real_texts(language, 300)
 
     library = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     expected = [found.ids for found in library.encode_batch_fast(texts, add_special_tokens=False)]

@@ -1,7 +1,5 @@
 """What is told to torch and accelerate on a GPU, on a machine that only seems to have one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decisions of a step are the same, whether they are made on the device or on the host."""
 
-from __future__ import annotations
-
 import math
 import struct
 

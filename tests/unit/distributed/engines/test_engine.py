@@ -1,4 +1,5 @@
 import copy
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from helpers.rings import needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
-from llmtrain.distributed.engines import engine as replicas
+from llmtrain.distributed.engines import engine, state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
@@ -76,8 +77,8 @@ def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str)
     sums = vector(float(launched.engine.squares()), **refused)
     launched.engine.clip(sums, 1e-3)
     launched.engine.step(0.0, sums)
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
+    for held in optimizer.state.values():
+        held["exp_avg"].zero_()
     backward(launched, ours)
     launched.engine.clip(vector(1.0), 2.0)  # no need to clip
     launched.engine.step(0.0, vector(1.0))
@@ -85,6 +86,15 @@ def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str)
     for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
         first = optimizer.state[one]["exp_avg"] / (1 - OptimizerConfig().betas[0])
         torch.testing.assert_close(first, other.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_the_squares_of_small_and_large_gradients_are_summed_in_fp64() -> None:
+    sizes = [1, *(size + more for size in (engine._SMALL, engine._SLAB) for more in (-1, 0, 1))]
+    drawn = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=drawn) for size in sizes]
+    for some in (gradients, *([one] for one in gradients)):
+        expected = math.fsum(x * x for one in some for x in one.tolist())
+        assert float(engine._squares(some)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_limit_leaves_gradients_alone(launched: Launched) -> None:
@@ -139,12 +149,12 @@ def test_a_forbidden_step_changes_no_weight_moment_or_count(
     backward(launched, model)
     launched.engine.step(1.0, vector(1.0))
     before = [p.detach().clone() for p in model.parameters()]
-    state = copy.deepcopy(list(optimizer.state.values()))
+    moments = copy.deepcopy(list(optimizer.state.values()))
     backward(launched, model)
     next(model.parameters()).grad.fill_(float("nan"))
     launched.engine.step(1.0, vector(**forbidden))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    for now, then in zip(optimizer.state.values(), state, strict=True):
+    for now, then in zip(optimizer.state.values(), moments, strict=True):
         assert now.keys() == then.keys()
         assert all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(then[k])) for k in then)
 
@@ -174,18 +184,42 @@ def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
         close()
 
 
+def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_share() -> None:
+    model = tiny()
+    model.register_buffer("seen", torch.arange(3.0))
+    optimizer = make_optimizer(model, OptimizerConfig(), fused=False)
+    create_state(optimizer, 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    spec = state.spec(model, optimizer, 1 << 30)
+    written: dict[int, dict[str, int]] = {}
+    for rank in (0, 1):
+        place = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
+        one = TorchEngine(place, None)
+        one._bare, one._optimizer, one._parameters = model, optimizer, list(model.parameters())
+        counted = sum(p.numel() for p in model.parameters()) if rank == 0 else 0
+        assert float(one.squares()) == counted
+        pieces = list(one.pieces(spec, writing=True, dealt=True))
+        written[rank] = {piece.name: piece.data.numel() for piece in pieces}
+    assert ("seen" in written[0], "seen" in written[1]) == (True, False)
+    names = written[0].keys() | written[1].keys()
+    sizes = {name: sum(each.get(name, 0) for each in written.values()) for name in names}
+    held = {name: math.prod(one.shape) for part in spec.values() for name, one in part.items()}
+    assert sizes == held
+
+
 def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(
-        replicas, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
+        engine, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
     )
     model = tiny()
     trainable.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
-    engine = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
-    engine._bare = model
-    assert engine.unequal_replicas() == engine.unequal_replicas(base=True) == {}
+    pair = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
+    pair._bare = model
+    assert pair.unequal_replicas() == pair.unequal_replicas(base=True) == {}
     place = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     assert seen[0] == [place.format("A"), place.format("B")]
     assert seen[1] == [name for name, _ in model.named_parameters()]

@@ -114,14 +114,14 @@ def test_a_forbidden_step_changes_no_weight_moment_or_count(
     assert launched.engine.optimizer_steps() == 2
 
 
-def test_di_14_parameters_on_meta_are_refused(launched: Launched) -> None:
+def test_parameters_on_meta_are_refused(launched: Launched) -> None:
     with torch.device("meta"):
         model = llama()
     with pytest.raises(ValueError, match=r"parameters are on meta, model\.model\.embed_tokens"):
         prepared(launched, model)
 
 
-def test_di_13_tied_parameters_that_came_apart_are_noticed(launched: Launched) -> None:
+def test_tied_parameters_that_came_apart_are_noticed(launched: Launched) -> None:
     model = llama()
     module, optimizer = LossModule(model), make_optimizer(model, OptimizerConfig())
     prepare = launched.accelerator.prepare
@@ -136,7 +136,7 @@ def test_di_13_tied_parameters_that_came_apart_are_noticed(launched: Launched) -
         launched.engine.prepare(module, model, optimizer)
 
 
-def test_di_14_a_parameter_that_the_optimizer_lost_is_noticed(launched: Launched) -> None:
+def test_a_parameter_that_the_optimizer_lost_is_noticed(launched: Launched) -> None:
     model = llama()
     module, optimizer = LossModule(model), make_optimizer(model, OptimizerConfig())
     optimizer.param_groups[1]["params"].pop()
@@ -144,7 +144,7 @@ def test_di_14_a_parameter_that_the_optimizer_lost_is_noticed(launched: Launched
         launched.engine.prepare(module, model, optimizer)
 
 
-def test_di_15_a_master_that_is_not_fp32_is_noticed(launched: Launched) -> None:
+def test_a_master_that_is_not_fp32_is_noticed(launched: Launched) -> None:
     model = llama()
     model.model.norm.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"model\.norm\.weight is torch\.bfloat16"):
@@ -204,7 +204,7 @@ def test_blocks_are_named_by_the_model_or_the_config() -> None:
         assert "distributed.wrap_class=LlamaDecoderLayer" in str(caught.value)
 
 
-def test_di_32_a_model_that_names_no_blocks_is_refused_with_the_key_to_set() -> None:
+def test_a_model_that_names_no_blocks_is_refused_with_the_key_to_set() -> None:
     model = nn.Module()
     model.stack = nn.ModuleList([nn.Linear(2, 2)])
     with pytest.raises(UserError, match=r"distributed\.wrap_class=Linear"):

@@ -1,7 +1,5 @@
 """Which precision a CPU is faster in, by products whose times are made up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, ratio: float) -> list[tuple[torch.dty
 @pytest.mark.parametrize(
     ("ratio", "expected"), [(0.6, "fp32"), (1.2, "fp32"), (1.3, "bf16"), (4.0, "bf16")]
 )
-def test_pf_8_bf16_is_taken_where_it_is_a_third_faster(
+def test_bf16_is_taken_where_it_is_a_third_faster(
     monkeypatch: pytest.MonkeyPatch, ratio: float, expected: str
 ) -> None:
     timed(monkeypatch, ratio)
@@ -33,7 +31,7 @@ def test_pf_8_bf16_is_taken_where_it_is_a_third_faster(
     assert str(found) == f"fp32 80 and bf16 {80 * ratio:,.0f} GFLOP/s"
 
 
-def test_pf_8_a_cpu_that_emulates_bf16_is_asked_for_no_large_product(
+def test_a_cpu_that_emulates_bf16_is_asked_for_no_large_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = timed(monkeypatch, 1 / 70)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -96,7 +94,7 @@ def test_a_cpu_beside_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -
         make("zero2", cpu=True)
 
 
-def test_di_22_offload_without_compiler_and_ninja_names_both(
+def test_offload_without_compiler_and_ninja_names_both(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -108,7 +106,7 @@ def test_di_22_offload_without_compiler_and_ninja_names_both(
     assert "pip install ninja" in str(raised.value)
 
 
-def test_di_22_without_offload_nothing_is_compiled(
+def test_without_offload_nothing_is_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -116,7 +114,7 @@ def test_di_22_without_offload_nothing_is_compiled(
     assert list(zero.missing_parts("zero3_offload", cpu=True)) == []
 
 
-def test_di_22_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(
+def test_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lock = tmp_path / "cpu_adam" / "lock"

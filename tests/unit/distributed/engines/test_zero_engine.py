@@ -1,7 +1,5 @@
 """What `overflowing` replaces of DeepSpeed's three optimizers, and that it puts it back."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

@@ -239,7 +239,7 @@ NAMED = {
 }
 
 
-def test_di_03_a_launch_of_fsdp_or_deepspeed_is_never_trained_as_ddp():
+def test_a_launch_of_fsdp_or_deepspeed_is_never_trained_as_ddp():
     for env in (FSDP, ZERO):
         with pytest.raises(UserError, match="strategy that is trained = ddp"):
             verify_launch(env, "auto", 2, "MULTI_CPU", "ddp")

@@ -1,7 +1,5 @@
 """What a process says that waits for others; that ranks meet is in tests/distributed."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """The operations of a step, against those that torch counts of a real forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -59,9 +57,7 @@ def counted(model: PreTrainedModel) -> float:
     ],
     ids=["llama", "llama, tied", "gpt2"],
 )
-def test_pf_9_operations_are_those_that_torch_counts(
-    model_type: str, fields: dict[str, Any]
-) -> None:
+def test_operations_are_those_that_torch_counts(model_type: str, fields: dict[str, Any]) -> None:
     model = built(model_type, **fields)
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)
 
@@ -76,7 +72,7 @@ def test_pf_9_operations_are_those_that_torch_counts(
     ],
     ids=["the embedding", "matrices between", "the lower half", "all but the head"],
 )
-def test_pf_9_frozen_matrices_have_fewer(patterns: list[str]) -> None:
+def test_frozen_matrices_have_fewer(patterns: list[str]) -> None:
     model = built("llama", **LLAMA)
     whole = flops(shape(model), TOKENS)
     freeze(model, patterns)
@@ -84,14 +80,14 @@ def test_pf_9_frozen_matrices_have_fewer(patterns: list[str]) -> None:
     assert flops(shape(model), TOKENS) <= whole
 
 
-def test_pf_9_below_adapters_weights_have_no_gradient_of_their_own() -> None:
+def test_below_adapters_weights_have_no_gradient_of_their_own() -> None:
     model = built("llama", **LLAMA | {"num_hidden_layers": 12})
     trainable.attach(model, AdapterConfig(kind="lora", r=8), ())
     # What reads the input of the first block needs no gradient of it, which is not taken off.
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)
 
 
-def test_pf_9_of_experts_those_that_are_chosen_count() -> None:
+def test_of_experts_those_that_are_chosen_count() -> None:
     fields = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = built("mixtral", **fields, experts_implementation="eager")
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)

@@ -163,7 +163,7 @@ NARROW_CHUNK = (2 * 256 + 4 * 8) * 128_256  # 8 rows of this vocabulary fit in 4
         ("fsdp2", "bf16", 6, 2 * 128_256 * 4096, NARROW_CHUNK),  # its gradient is made narrow
     ],
 )
-def test_pf_9_chunks_take_the_gradient_of_the_head_and_two_of_its_input(
+def test_chunks_take_the_gradient_of_the_head_and_two_of_its_input(
     strategy, precision, inputs, trained, frozen
 ):
     layout = Layout(strategy, "none", 1, 1, "every")

@@ -100,7 +100,7 @@ def test_the_plan_is_the_peak_of_two_steps(name: str, arithmetic: str, checkpoin
         pytest.param("few words", "autocast", "none", marks=pytest.mark.wide),
     ],
 )
-def test_pf_9_the_plan_is_the_peak_with_the_loss_in_chunks(
+def test_the_plan_is_the_peak_with_the_loss_in_chunks(
     name: str, arithmetic: str, checkpointing: str
 ) -> None:
     found = planned(*MODELS[name], arithmetic, checkpointing, chunked=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bases import small_fields
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MixtralConfig,
+    PhiConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
@@ -30,17 +33,8 @@ from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import census, on_meta
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+SMALL = small_fields(16, 2, 2, num_key_value_heads=1, vocab_size=61)
+SMALL |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 CONFIGS: dict[str, Any] = {
     "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
@@ -222,10 +216,27 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
     assert second.value == "fc1"
 
 
+def test_a_part_of_a_name_is_no_pattern_of_it() -> None:
+    with pytest.raises(UserError, match="nearest: "):
+        trainable.find_targets(bare(), "proj")
+
+
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
 def test_naming_what_gets_no_adapter_is_refused(named: str) -> None:
     with pytest.raises(UserError, match="get no adapter"):
         trainable.find_targets(bare(), named)
+
+
+def test_layers_whose_weights_a_kernel_reads_get_no_adapter() -> None:
+    """The kernels of a state-space mixer take the weights themselves, and would ignore adapters."""
+    small = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
+    model = AutoModelForCausalLM.from_config(MambaConfig(**small))
+    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    mixer = "backbone.layers.0.mixer"
+    assert {"x_proj", "dt_proj", "out_proj"} <= {name.rpartition(".")[2] for name in linear}
+    assert trainable.find_targets(model, "auto") == (f"{mixer}.in_proj",)
+    with pytest.raises(UserError, match="get no adapter"):
+        trainable.find_targets(model, "x_proj")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
@@ -281,6 +292,14 @@ def test_an_untied_head_trains_its_own_rows() -> None:
     assert [name.split(".")[-3] for name in names] == ["embed_tokens", "lm_head"]
 
 
+def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it() -> None:
+    model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
+    assert model.lm_head.bias is not None
+    trainable.attach(model, asked(), (3,))
+    (name,) = (one for one in state.named_tensors(model) if "token" in one)
+    assert "embed_tokens" in name
+
+
 def test_a_loss_module_shows_accelerate_no_wrapped_embedding() -> None:
     module = LossModule(adapted("tied", tokens=(3,)))
     assert module.get_input_embeddings() is None
@@ -303,9 +322,12 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
     assert trainable.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
 
-def test_bad_input_13_an_adapter_of_another_base_is_refused() -> None:
+def test_an_adapter_of_another_base_is_refused() -> None:
     saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
     trainable.refuse_other_base(saved, BASE, "step-00000004")
+    for alone in ({"path": "c/d"}, {"revision": "9e0d0123456789ab"}):
+        with pytest.raises(UserError, match=r"a/b@1f3c01234567"):
+            trainable.refuse_other_base(saved, replace(BASE, **alone), "step-00000004")
     other = Base("c/d", "9e0d0123456789ab", None)
     with pytest.raises(UserError) as raised:
         trainable.refuse_other_base(saved, other, "step-00000004")
@@ -356,7 +378,7 @@ def test_no_adapter_leaves_a_model_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_ft_26_generation_is_the_same_with_activation_checkpointing(checkpointing: str) -> None:
+def test_generation_is_the_same_with_activation_checkpointing(checkpointing: str) -> None:
     texts = []
     for how in ("none", checkpointing):
         model = adapted("untied")

@@ -238,16 +238,6 @@ def test_a_full_disk_is_one_message_and_room_is_all_it_takes(place, straight, tm
 
 
 @pytest.mark.launches
-def test_a_disk_that_is_full_from_the_start_is_one_message(place, tmp_path, server):
-    config, out = str(place / "config.yaml"), str(tmp_path / "out")
-    arguments = ["data", "tokenize", config, "--out", out, "--jobs", "1"]
-    assert call(server, tmp_path, "on_a_full_disk", "3000", *arguments) == [74]
-    said = (tmp_path / "output.txt").read_text()
-    assert said.count("error:") == 1
-    assert "Traceback" not in said
-
-
-@pytest.mark.launches
 def test_a_damaged_part_is_found_and_written_anew(place, straight, tmp_path, server):
     arguments = full_while_joining(place, straight, server, tmp_path)
     part = sorted(tmp_path.glob(f"out/{WORK}/parts/0/part-*"))[2]

@@ -1,7 +1,5 @@
 """Whether the weights that a run begins with are on this machine."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

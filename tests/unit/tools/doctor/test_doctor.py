@@ -49,7 +49,7 @@ def test_a_config_that_does_not_load_is_one_line_and_the_machine_is_looked_at(tm
     assert looked(str(tmp_path / "none.yaml"))["config"].state == "error"
 
 
-def test_di_05_a_file_that_numbers_no_machine_or_cannot_be_dealt_out_is_an_error(tmp_path):
+def test_a_file_that_numbers_no_machine_or_cannot_be_dealt_out_is_an_error(tmp_path):
     static = f"{NODES}main_process_ip: 192.0.2.1\nnum_processes: 4\n"
     checks = looked(accelerate_file=launch_file(tmp_path, static))
     assert checks["launch"].state == "error"

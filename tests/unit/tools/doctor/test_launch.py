@@ -60,7 +60,7 @@ def test_variables_with_which_a_start_would_wait_for_others_are_an_error():
     assert "by itself" in looked.remedy
 
 
-def test_di_06_a_default_config_that_nobody_named_is_a_warning(tmp_path, monkeypatch):
+def test_a_default_config_that_nobody_named_is_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "default_config.yaml"
     module = "accelerate.commands.config.config_args.default_config_file"
     monkeypatch.setattr(module, str(path))

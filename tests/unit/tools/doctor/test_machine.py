@@ -262,7 +262,7 @@ def test_the_compiler_of_this_machine_compiles():
     ],
 )
 @pytest.mark.usefixtures("bare_path")
-def test_di_22_without_a_compiler_offload_is_an_error_that_names_it(
+def test_without_a_compiler_offload_is_an_error_that_names_it(
     tmp_path, monkeypatch, strategy, on_gpus, on_a_cpu
 ):
     asked = case(tmp_path, f"distributed.strategy={strategy}")
@@ -283,7 +283,7 @@ def test_a_compiler_without_headers_is_found_out(bare_path, monkeypatch):
     assert "does not compile: fatal error: vector: No such file" in looked.found
 
 
-def test_di_22_a_lock_that_nobody_holds_is_said(tmp_path, monkeypatch):
+def test_a_lock_that_nobody_holds_is_said(tmp_path, monkeypatch):
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     assert machine.extensions(case(env=env)).state == "ok"
     lock = tmp_path / "built" / "cpu_adam" / "lock"

@@ -21,7 +21,7 @@ def python_that(tmp_path: Path, body: str) -> str:
 
 
 @pytest.mark.launches
-def test_ux_28_two_real_processes_sum_and_say_how_fast():
+def test_two_real_processes_sum_and_say_how_fast():
     looked = machine.all_reduce(case(env=QUIET))
     assert looked.state == "ok", looked.found
     rate = re.search(r"\(gloo\) sum ([\d,]+) MB/s", looked.found)

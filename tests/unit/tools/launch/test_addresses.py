@@ -1,7 +1,5 @@
 """What a machine tells its launcher about the others."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

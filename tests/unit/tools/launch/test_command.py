@@ -1,7 +1,5 @@
 """What a command says of the run that it starts: config, run directory, secrets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A refusal is the last thing on the screen, also under a launcher that a person has started."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -236,22 +236,23 @@ def test_the_rendezvous_of_the_file_is_passed_on(tmp_path, started):
     assert "--main_process_port" not in started["command"]
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "TORCHELASTIC_RUN_ID", "LLMTRAIN_LAUNCHED"])
-def test_a_launcher_inside_a_launcher_is_refused(tmp_path, started, name):
-    with pytest.raises(UserError, match=name):
-        launch(str(written(tmp_path)), processes=2, env={name: "0"})
-    assert not started
-
-
-def test_a_batch_that_cannot_be_split_is_refused_before_anything_starts(tmp_path, started):
-    with pytest.raises(UserError, match="255 or 258"):
-        launch(str(written(tmp_path)), processes=3, env={})
-    assert not started
-
-
-def test_a_stale_environment_is_refused_before_anything_starts(tmp_path, started):
-    with pytest.raises(UserError, match="WORLD_SIZE"):
-        launch(str(written(tmp_path)), processes=2, env={"WORLD_SIZE": "4"})
+@pytest.mark.parametrize(
+    ("overrides", "processes", "env", "said"),
+    [
+        ([], 3, {}, "255 or 258"),  # a batch that cannot be split
+        ([], 2, {"WORLD_SIZE": "4"}, "WORLD_SIZE"),
+        (["distributed.strategy=hsdp"], 4, {}, "fsdp2"),  # on one machine
+        *(
+            ([], 2, {name: "0"}, name)
+            for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "LLMTRAIN_LAUNCHED")
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(
+    tmp_path, started, overrides, processes, env, said
+):
+    with pytest.raises(UserError, match=said):
+        launch(str(written(tmp_path)), overrides, processes=processes, env=env)
     assert not started
 
 
@@ -267,12 +268,6 @@ def test_a_file_that_contradicts_the_precision_is_refused(tmp_path, started):
 def test_a_plain_launch_is_enough_for_a_strategy(tmp_path, started, strategy):
     launch(str(written(tmp_path)), [f"distributed.strategy={strategy}"], processes=2, env={})
     assert "distributed_type: MULTI_GPU" in started["file"]
-
-
-def test_hsdp_on_one_machine_is_refused_before_anything_starts(tmp_path, started):
-    with pytest.raises(UserError, match="fsdp2"):
-        launch(str(written(tmp_path)), ["distributed.strategy=hsdp"], processes=4, env={})
-    assert not started
 
 
 def test_a_deepspeed_file_without_the_package_is_refused(tmp_path, started, monkeypatch):

@@ -1,7 +1,5 @@
 """Which ends are started again, and how often; the command is played by a few lines of shell."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -81,7 +81,7 @@ def texts(count):
     ]
 
 
-def test_b_9_a_hundred_prompts_are_completed_as_one_by_one(made, tmp_path):
+def test_a_hundred_prompts_are_completed_as_one_by_one(made, tmp_path):
     said = texts(100)
     rows = [{"id": f"{n}ë", "prompt": text, "more": [1, None]} for n, text in enumerate(said)]
     file = corpus.write_jsonl(tmp_path / "prompts.jsonl", rows)
@@ -91,7 +91,7 @@ def test_b_9_a_hundred_prompts_are_completed_as_one_by_one(made, tmp_path):
     assert min(row["tokens"] for row in found) < NEW  # the model's positions, or an end
 
 
-def test_b_9_a_hundred_conversations_are_answered_as_one_by_one(trained, tmp_path):
+def test_a_hundred_conversations_are_answered_as_one_by_one(trained, tmp_path):
     directory, chat = trained
     said = texts(100)
     rows = [{"messages": chats.talk(*said[n : n + 1 + 2 * (n % 3)])} for n in range(98)]
@@ -226,7 +226,7 @@ GOOD = '{"prompt": "one"}'
         ("[" * 10_000, "a JSON object"),
     ],
 )
-def test_b_9_a_bad_line_is_named_and_nothing_is_written(made, tmp_path, line, said):
+def test_a_bad_line_is_named_and_nothing_is_written(made, tmp_path, line, said):
     file = tmp_path / "prompts.jsonl"
     file.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
     with pytest.raises(UserError, match=said) as caught:
@@ -267,7 +267,7 @@ def test_messages_need_a_template_and_what_it_refuses_is_named(trained, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link", "dangling link", "below a file"])
-def test_b_9_an_existing_out_is_refused_and_stays_as_it_is(made, tmp_path, monkeypatch, kind):
+def test_an_existing_out_is_refused_and_stays_as_it_is(made, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(tool, "open_writer", None)  # nothing is loaded before
     file, out = corpus.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}]), tmp_path / "out"
     there = tmp_path / "there"

@@ -31,7 +31,7 @@ def written(tmp_path, data):
     return str(path)
 
 
-def test_ft_29_data_files_without_a_split_are_refused_with_the_remedy(tmp_path, installed):
+def test_data_files_without_a_split_are_refused_with_the_remedy(tmp_path, installed):
     for data in ("my.txt", "[a.txt, b.txt]", "{train: my.txt}"):
         with pytest.raises(UserError, match=r"data_files: \{test: FILE\}"):
             evaluate.check_tasks([written(tmp_path, data)])

@@ -70,6 +70,19 @@ def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written() 
     assert not one.checkpoint(18)
 
 
+def test_a_save_that_begins_is_not_written_because_the_one_before_was() -> None:
+    one = due()
+    one.begin_save(15)
+    one.learn(replace(numbers(16), written=True))
+    one.end_save(15, saved=True)
+    one.learn(replace(numbers(29), written=True))  # an answer of the save before, which came late
+    one.begin_save(30)
+    assert not one.checkpoint(31)
+    one.learn(replace(numbers(31), written=True))
+    one.learn(numbers(32))
+    assert not one.checkpoint(33), "the newest answer counts: some rank is still writing"
+
+
 def test_nothing_is_committed_that_is_not_in_flight() -> None:
     one = due()
     one.learn(replace(numbers(17), written=True))
@@ -90,6 +103,7 @@ def test_a_save_that_failed_leaves_its_step_unsaved() -> None:
 def test_a_wish_is_served_once_at_the_next_boundary() -> None:
     one = due()
     one.learn(replace(numbers(6), save=True))
+    one.learn(numbers(7))
     assert one.checkpoint(7)
     assert one.reason(7) == "asked"
     one.begin_save(7)

@@ -1,7 +1,5 @@
 """What moves in a step: consumed blocks, a stream that breaks, and the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

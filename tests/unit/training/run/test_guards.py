@@ -53,7 +53,7 @@ def test_stop_ends_the_run_at_the_first_one() -> None:
         guards.check(numbers(4, skipped=True))
 
 
-def test_ux_21_a_step_without_a_trained_token_is_the_users_to_mend() -> None:
+def test_a_step_without_a_trained_token_is_the_users_to_mend() -> None:
     guards = Guards(TrainingConfig(steps=9), 0, pytest.fail)
     with pytest.raises(UserError, match="trained token") as raised:
         guards.check(numbers(4, skipped=True, tokens=0))

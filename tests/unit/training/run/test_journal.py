@@ -1,7 +1,5 @@
 """What a run records: planned memory beside measured, evaluations, its state and its end."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -255,7 +253,7 @@ def _accept(step: int, *, lower: bool) -> None:
     assert lower
 
 
-def test_pf_5_a_graph_after_the_first_evaluation_is_an_event(tmp_path, monkeypatch):
+def test_a_graph_after_the_first_evaluation_is_an_event(tmp_path, monkeypatch):
     """Graphs of the first steps and of the first evaluation are what a start needs."""
     count = 3  # compiled while the run was opened
     monkeypatch.setattr("llmtrain.training.run.journal.graphs", lambda: count)

@@ -1,7 +1,5 @@
 """`Run` holds values; what is done with it is a function of it, in a module above."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import fields
 from pathlib import Path

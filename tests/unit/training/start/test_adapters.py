@@ -1,7 +1,5 @@
 """What a start decides and checks of its adapters."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `model.from` means: looked up once, pinned, and the same for all that read it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -227,7 +225,7 @@ def test_a_gated_model_says_how_to_get_it(hub: ModelHub) -> None:
     assert "HF_TOKEN" in said
 
 
-def test_ft_03_a_model_of_the_hub_with_pickled_weights_alone_is_refused(hub: ModelHub) -> None:
+def test_a_model_of_the_hub_with_pickled_weights_alone_is_refused(hub: ModelHub) -> None:
     hub.commits[OLD]["pytorch_model.bin"] = hub.commits[OLD].pop("model.safetensors")
     said = refusal(asked(MODEL))
     assert "safetensors, not the pickled pytorch_model.bin" in said

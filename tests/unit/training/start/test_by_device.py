@@ -1,7 +1,5 @@
 """What is asked, what an earlier start froze, and what this machine can have."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

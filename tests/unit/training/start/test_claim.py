@@ -88,7 +88,7 @@ def test_a_claim_inside_a_claim_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_bad_input_22_a_store_without_rename_is_refused_before_a_status_is_written(
+def test_a_store_without_rename_is_refused_before_a_status_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
@@ -110,7 +110,7 @@ def refusal(config: Config) -> str:
     return str(raised.value)
 
 
-def test_bad_input_02_never_is_for_a_directory_in_which_nothing_was_trained(tmp_path: Path) -> None:
+def test_never_is_for_a_directory_in_which_nothing_was_trained(tmp_path: Path) -> None:
     never = config(tmp_path, checkpoint__resume="never")
     with claim(never, 1, "ddp"):
         pass  # refused later, for something else: it has begun nothing
@@ -122,7 +122,7 @@ def test_bad_input_02_never_is_for_a_directory_in_which_nothing_was_trained(tmp_
     assert "checkpoint.resume=auto" in said
 
 
-def test_bad_input_02_a_checkpoint_alone_makes_a_directory_used(tmp_path: Path) -> None:
+def test_a_checkpoint_alone_makes_a_directory_used(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000004.damaged").mkdir(parents=True)
     assert "step-00000004.damaged" in refusal(config(tmp_path, checkpoint__resume="never"))
 
@@ -159,38 +159,24 @@ def test_without_a_record_the_newest_intact_manifest_says_whose_directory_it_is(
         assert place.run_id == "this one"
 
 
-CHANGES = {
-    "08": [("model__config", {"model_type": "llama", "vocab_size": 999}, "vocab_size = 999")],
-    "10": [
-        ("training__global_batch_size", 48, "training.global_batch_size = 48"),
-        ("data__seq_len", 64, "data.seq_len = 64"),
-    ],
-    "14": [("training__precision", "bf16", "training.precision = bf16")],
-}
+CHANGES = [
+    ("model__config", {"model_type": "llama", "vocab_size": 999}, "vocab_size = 999"),
+    ("training__global_batch_size", 48, "training.global_batch_size = 48"),
+    ("data__seq_len", 64, "data.seq_len = 64"),
+    ("training__precision", "bf16", "training.precision = bf16"),
+]
 
 
-def other(tmp_path: Path, number: str) -> None:
+def test_another_vocabulary_batch_length_or_precision_is_refused(tmp_path: Path) -> None:
     begin(tmp_path)
-    for name, value, says in CHANGES[number]:
+    for name, value, says in CHANGES:
         said = refusal(config(tmp_path, **{name: value}))
         assert says in said
         assert "with which" in said
         assert "checkpoint.accept_changes=[" in said
 
 
-def test_bad_input_08_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    other(tmp_path, "08")
-
-
-def test_bad_input_10_another_batch_or_length_is_refused(tmp_path: Path) -> None:
-    other(tmp_path, "10")
-
-
-def test_bad_input_14_another_precision_is_refused(tmp_path: Path) -> None:
-    other(tmp_path, "14")
-
-
-def test_bad_input_19_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     said = refusal(config(tmp_path / "run"))
     assert f"run.dir = {tmp_path / 'run'}" in said
@@ -198,14 +184,14 @@ def test_bad_input_19_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) 
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_bad_input_20_a_run_directory_that_cannot_be_written_is_refused() -> None:
+def test_a_run_directory_that_cannot_be_written_is_refused() -> None:
     said = refusal(config(Path("/proc/self")))  # for root, too
     assert "run.dir = /proc/self" in said
     assert "a directory that can be written (" in said
 
 
 @pytest.mark.parametrize("parent", ["a file", "not there"])
-def test_bad_input_21_a_parent_that_cannot_be_made_is_named(tmp_path: Path, parent: str) -> None:
+def test_a_parent_that_cannot_be_made_is_named(tmp_path: Path, parent: str) -> None:
     place = Path("/proc/nowhere") if parent == "not there" else tmp_path / "file"
     if parent == "a file":
         place.touch()
@@ -351,25 +337,6 @@ def test_a_line_without_what_lines_of_its_kind_have_is_taken_for_what_it_says(
         assert (place.run_id, place.checkpoint) == ("this one", "step-00000004")
         assert place.steps is None
         assert place.pace is None
-
-
-@pytest.mark.parametrize(
-    "status",
-    [
-        {"step": "x", "run_id": 3, "checkpoint": ["step-00000004"], "restarts": "1"},
-        {"step": None, "run_id": None, "checkpoint": None, "restarts": None},
-        {"step": True, "run_id": {}, "checkpoint": 4, "restarts": 1.5},
-    ],
-)
-def test_a_field_of_the_status_of_another_type_counts_as_missing(
-    tmp_path: Path, status: dict[str, object]
-) -> None:
-    (tmp_path / "status.json").write_text(json.dumps(status))
-    with claim(config(tmp_path), 1, "ddp") as place:
-        assert (place.step, place.checkpoint) == (0, None)
-        assert len(place.run_id) == 32
-        told = read_status(tmp_path)
-        assert (told["run_id"], told["step"], told["restarts"]) == (place.run_id, 0, 0)
 
 
 def test_a_secret_in_a_prompt_is_not_written_and_no_later_start_minds(

@@ -1,7 +1,5 @@
 """The data of a start: how much is read and tokenized before the first step, counted."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter
@@ -97,9 +95,7 @@ def before_step_1(folder: Path, name: str) -> Counter[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_ux_08_nothing_more_is_read_before_step_1_of_a_larger_source(
-    tmp_path: Path, kind: str
-) -> None:
+def test_nothing_more_is_read_before_step_1_of_a_larger_source(tmp_path: Path, kind: str) -> None:
     found = {}
     imports = ["small"] if kind == "parquet" else []  # whose bytes must not count
     for size in (*imports, "small", "large"):

@@ -1,7 +1,5 @@
 """Whether conversations can share blocks is found out from a model's config alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import chats, corpus
+from helpers.bases import small_fields
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -20,13 +19,7 @@ from llmtrain.training.start.prepare import prepare
 from llmtrain.training.start.trials import bare_forward, check_padding, small_model, why_apart
 
 CPU = torch.device("cpu")
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-}
+SMALL = small_fields(32, 2, 4, num_key_value_heads=2)
 GPT_OSS = {
     **SMALL,
     "model_type": "gpt_oss",
@@ -59,7 +52,7 @@ def packing_of(folder: Path, model: dict[str, Any], **data: Any) -> tuple[str, b
 @pytest.mark.parametrize(
     ("model", "packing"), [(GPT_OSS, "single"), (LFM2, "single"), (MAMBA, "single")]
 )
-def test_case_07_a_model_that_cannot_hide_documents_gets_one_a_block(
+def test_a_model_that_cannot_hide_documents_gets_one_a_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model: dict[str, Any], packing: str
 ) -> None:
     caplog.set_level("INFO", "llmtrain")

@@ -1,7 +1,5 @@
 """What the processes of a start agree on before they are a group."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +32,7 @@ def timings(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> list[float]:
     return left
 
 
-def test_pf_8_rank_0_times_and_all_ranks_compute_alike(
+def test_rank_0_times_and_all_ranks_compute_alike(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     left = timings(monkeypatch, 4.0, 0.6)
@@ -46,7 +44,7 @@ def test_pf_8_rank_0_times_and_all_ranks_compute_alike(
     assert left == [0.6]
 
 
-def test_pf_8_a_resume_keeps_what_was_found_and_times_nothing(
+def test_a_resume_keeps_what_was_found_and_times_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     timings(monkeypatch)

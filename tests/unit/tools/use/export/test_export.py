@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,7 +117,7 @@ def test_a_large_tensor_is_read_in_pieces(run, tmp_path, monkeypatch):
     assert all(torch.equal(t, expected[n]) for n, t in stored(tmp_path / "out").items())
 
 
-def test_ux_25_ft_32_an_export_ends_where_the_checkpoint_said(run, tmp_path):
+def test_an_export_ends_where_the_checkpoint_said(run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(run / contents.TOKENIZER)
     turn = tokenizer.convert_tokens_to_ids(used.END_OF_TURN)
     model = used.one_word(turn)
@@ -221,7 +223,7 @@ def test_merged_adapters_compute_what_the_adapters_do(tmp_path, kind):
     assert float((found - used.logits(reloaded(base))).abs().max()) > 1e-2
 
 
-def test_ft_24_a_tied_head_is_not_written_and_stays_tied(tmp_path):
+def test_a_tied_head_is_not_written_and_stays_tied(tmp_path):
     base = base_of(tmp_path, used.model())
     run, _ = adapter_run(tmp_path, base)
     export(run, tmp_path / "out", merge_adapters=True, verify=False)
@@ -230,7 +232,7 @@ def test_ft_24_a_tied_head_is_not_written_and_stays_tied(tmp_path):
     assert made.lm_head.weight is made.model.embed_tokens.weight
 
 
-def test_ft_24_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
+def test_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
     base = base_of(tmp_path, used.model())
     targets = ["q_proj", "lm_head"]
     run, checkpoint = adapter_run(tmp_path, base, target_modules=targets)
@@ -242,7 +244,7 @@ def test_ft_24_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
 
 
 @pytest.mark.parametrize("kind", LORA)
-def test_ft_31_transposed_weights_are_merged_transposed(tmp_path, kind):
+def test_transposed_weights_are_merged_transposed(tmp_path, kind):
     """GPT-2's square `c_proj` would take the wrong way round without an error."""
     base = base_of(tmp_path, used.model("gpt2"))
     targets = ["c_attn", "c_proj"]
@@ -360,6 +362,33 @@ def test_what_a_killed_export_left_is_made_again(run, tmp_path):
     found = export(run, tmp_path / "out", verify=False)
     assert "other" not in found.files
     assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "equal"),
+    [
+        ([2.0, 2.000001], True),
+        ([2.0, 2.0001], False),
+        ([2.0, float("nan")], False),
+        ([float("nan"), float("nan")], False),
+        ([2.0, float("inf")], False),
+    ],
+)
+def test_an_export_with_another_loss_or_none_does_not_get_its_name(
+    run, tmp_path, monkeypatch, losses, equal
+):
+    printed = SimpleNamespace(returncode=0, stdout=f"loading …\n{json.dumps(losses)}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: printed)
+    out = tmp_path / "out"
+    if equal:
+        found = export(run, out)
+        assert [found.losses.run, found.losses.export] == losses
+        return
+    with pytest.raises(RunError, match="computes another loss") as raised:
+        export(run, out)
+    assert raised.value.exit_code == 1
+    assert not out.exists()
+    assert (tmp_path / "out.partial" / "model.safetensors").is_file()
 
 
 def test_a_full_disk_is_74_and_the_name_does_not_appear(run, tmp_path, monkeypatch):

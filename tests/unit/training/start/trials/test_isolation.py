@@ -1,7 +1,5 @@
 """The check at start: models that hide documents pass, those that do not are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.bases import small_fields
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -20,12 +19,7 @@ from llmtrain.training.start.trials import bare_forward, check_documents_apart, 
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+SMALL = small_fields(32, 3, 4)
 APART: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},

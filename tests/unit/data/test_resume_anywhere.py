@@ -72,7 +72,7 @@ def everything(single, tokenizer, rows):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in (1, 2))])
-def test_df_01_kills_at_random_blocks_lose_and_repeat_no_document(
+def test_kills_at_random_blocks_lose_and_repeat_no_document(
     single, place, tokenizer, straight, seed
 ):
     run = Run(single, place)
@@ -89,7 +89,7 @@ def test_df_01_kills_at_random_blocks_lose_and_repeat_no_document(
     assert len(everything(single, tokenizer, run.rows)) >= 4
 
 
-def test_df_02_three_resumes_in_a_row_do_not_freeze_the_state(single, place, straight):
+def test_three_resumes_in_a_row_do_not_freeze_the_state(single, place, straight):
     run = Run(single, place)
     for start in range(4):
         run.start(1, 7)
@@ -112,22 +112,20 @@ def ahead(single, place, straight):
 
 
 @pytest.mark.launches
-def test_df_03_persistent_workers_do_not_shorten_the_epoch_after_a_resume(single, tokenizer, ahead):
+def test_persistent_workers_do_not_shorten_the_epoch_after_a_resume(single, tokenizer, ahead):
     run, steps = ahead
     behind = (steps[0] + steps[1]) * BLOCKS  # from the middle of epoch 0 on with one worker
     epochs = everything(single, tokenizer, run.rows[:behind])
     assert len(epochs) >= 2
 
 
-def test_df_08_a_resume_in_the_second_epoch_restores_the_order_not_the_position_alone(
+def test_a_resume_in_the_second_epoch_restores_the_order_not_the_position_alone(
     single, place, straight
 ):
     check_order(single, place, straight, epoch=1)
 
 
-def test_df_09_a_resume_in_the_fourth_epoch_does_not_take_the_order_of_the_first(
-    single, place, straight
-):
+def test_a_resume_in_the_fourth_epoch_does_not_take_the_order_of_the_first(single, place, straight):
     check_order(single, place, straight, epoch=3)
 
 
@@ -142,7 +140,7 @@ def check_order(single, place, straight, epoch):
     assert other.rows != run.rows
 
 
-def test_df_11_what_a_resume_leaves_behind_is_not_left_out_again_in_later_epochs(
+def test_what_a_resume_leaves_behind_is_not_left_out_again_in_later_epochs(
     single, tokenizer, straight
 ):
     step = straight.first_step_in(1) // 2
@@ -155,7 +153,7 @@ def test_df_11_what_a_resume_leaves_behind_is_not_left_out_again_in_later_epochs
             assert documents == [document.text for document in expected]
 
 
-def test_df_12_other_numbers_of_processes_load_no_part_of_a_state(mixed, place, straight_mixed):
+def test_other_numbers_of_processes_load_no_part_of_a_state(mixed, place, straight_mixed):
     run = Run(mixed, place)
     for world_size in (4, 2, 3, 8):
         run.start(world_size, 9)
@@ -163,7 +161,7 @@ def test_df_12_other_numbers_of_processes_load_no_part_of_a_state(mixed, place, 
     assert np.array_equal(run.states[-1].cursors, straight_mixed.states[36].cursors)
 
 
-def test_df_13_a_checkpoint_where_a_lane_rolls_over_is_as_right_as_any(straight):
+def test_a_checkpoint_where_a_lane_rolls_over_is_as_right_as_any(straight):
     epochs = [state.cursors[:, 0, 0].tolist() for state in straight.states]
     rolling = [step for step in range(1, STEPS - 3) if epochs[step] != epochs[step - 1]]
     assert len(rolling) > 4
@@ -174,7 +172,7 @@ def test_df_13_a_checkpoint_where_a_lane_rolls_over_is_as_right_as_any(straight)
 
 
 @pytest.mark.launches
-def test_df_14_the_saved_state_has_every_lane_and_workers_share_none(single, tokenizer, ahead):
+def test_the_saved_state_has_every_lane_and_workers_share_none(single, tokenizer, ahead):
     run, steps = ahead
     spread = Run(single, run.place).start(3, 8)
     assert np.array_equal(spread.states[-1].cursors, run.states[8].cursors)
@@ -190,7 +188,7 @@ def test_df_14_the_saved_state_has_every_lane_and_workers_share_none(single, tok
 
 
 @pytest.mark.launches
-def test_df_17_what_was_read_ahead_is_not_lost_with_a_killed_worker(place, single, straight):
+def test_what_was_read_ahead_is_not_lost_with_a_killed_worker(place, single, straight):
     run = Run(single, place)
     with ExitStack() as stack:
         stream = run.open(0, 1, 1, stack)
@@ -213,7 +211,7 @@ def lettered(place):
 
 
 @pytest.mark.parametrize("total", [63, 64, 65, 66])
-def test_df_18_a_save_at_the_very_end_of_an_epoch_replays_and_drops_nothing(
+def test_a_save_at_the_very_end_of_an_epoch_replays_and_drops_nothing(
     lettered, place, tokenizer, total
 ):
     manifest = lettered(f"cut{total}", [9, 20, 5, total - 34])
@@ -227,7 +225,7 @@ def test_df_18_a_save_at_the_very_end_of_an_epoch_replays_and_drops_nothing(
         assert run.resumed(step).start(1, 3).rows == run.after(step, 3)
 
 
-def test_df_18_a_save_behind_the_last_window_of_an_epoch_replays_and_drops_nothing(
+def test_a_save_behind_the_last_window_of_an_epoch_replays_and_drops_nothing(
     lettered, place, tokenizer
 ):
     manifest = lettered("windows", [32] * 16, packing="bestfit")  # one window holds an epoch
@@ -247,9 +245,7 @@ def test_df_18_a_save_behind_the_last_window_of_an_epoch_replays_and_drops_nothi
 
 
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
-def test_df_18_a_save_at_the_end_of_the_data_is_the_end_after_a_resume_too(
-    lettered, place, packing
-):
+def test_a_save_at_the_end_of_the_data_is_the_end_after_a_resume_too(lettered, place, packing):
     path = str(place / "windows.parquet")
     corpus.write_parquet(place / "windows.parquet", corpus.letters([32] * 16))
     manifest = corpus.manifest_of(
@@ -268,7 +264,7 @@ def test_df_18_a_save_at_the_end_of_the_data_is_the_end_after_a_resume_too(
         ] * (4 - before)
 
 
-def test_df_19_a_save_at_the_first_step_of_every_start_is_complete(mixed, place, straight_mixed):
+def test_a_save_at_the_first_step_of_every_start_is_complete(mixed, place, straight_mixed):
     run = Run(mixed, place)
     for start in range(12):
         run.start(1 + start % 3, 1)
@@ -276,7 +272,7 @@ def test_df_19_a_save_at_the_first_step_of_every_start_is_complete(mixed, place,
     assert run.rows == straight_mixed.rows[: 12 * BLOCKS]
 
 
-def test_df_20_a_resume_within_an_epoch_of_two_sources_resets_neither(mixed, place, straight_mixed):
+def test_a_resume_within_an_epoch_of_two_sources_resets_neither(mixed, place, straight_mixed):
     state = straight_mixed.states
     middle = next(s for s in range(STEPS) if 0 < state[s].cursors[:, 0, 0].sum() < 6)
     ends = [middle, straight_mixed.first_step_in(1), STEPS]
@@ -290,14 +286,14 @@ def test_df_20_a_resume_within_an_epoch_of_two_sources_resets_neither(mixed, pla
 
 
 @pytest.mark.launches
-def test_df_22_resumes_with_none_one_and_two_workers_go_on_alike(straight, ahead):
+def test_resumes_with_none_one_and_two_workers_go_on_alike(straight, ahead):
     run, steps = ahead
     assert run.rows == straight.rows[: sum(steps) * BLOCKS]
     assert run.digests == straight.digests[: sum(steps)]
     assert np.array_equal(run.states[-1].cursors, straight.states[sum(steps)].cursors)
 
 
-def test_df_23_the_first_block_after_a_load_is_that_of_the_state(place, single, straight):
+def test_the_first_block_after_a_load_is_that_of_the_state(place, single, straight):
     beginning = straight.rows[:4]
     for step in (1, 17, 50):
         loaded = straight.resumed(step).start(1, 1).rows[:4]
@@ -305,7 +301,7 @@ def test_df_23_the_first_block_after_a_load_is_that_of_the_state(place, single, 
         assert not set(loaded) & set(beginning)
 
 
-def test_df_24_a_resume_goes_on_in_the_first_second_and_third_epoch(straight):
+def test_a_resume_goes_on_in_the_first_second_and_third_epoch(straight):
     for epoch in range(3):
         step = straight.first_step_in(epoch) + 4
         lanes = straight.states[step].cursors[:, 0, 0]
@@ -316,7 +312,7 @@ def test_df_24_a_resume_goes_on_in_the_first_second_and_third_epoch(straight):
         assert (run.states[-1].cursors[:, 0, 0] == epoch + 1).all()
 
 
-def test_df_30_packed_windows_are_gone_on_with_where_a_kill_cut_them(straight_packed):
+def test_packed_windows_are_gone_on_with_where_a_kill_cut_them(straight_packed):
     run = straight_packed
     inside = [s for s, state in enumerate(run.states[:-2]) if (state.cursors[:, 0, 3] > 0).any()]
     assert len(inside) > 20

@@ -61,14 +61,14 @@ def of_rank(run, tokenizer, rank):
     return Counter(named([tokenizer.decode(row.ids) for row in rows]))
 
 
-def test_df_04_ranks_of_mixed_sources_never_get_the_same_rows(tokenizer, spread):
+def test_ranks_of_mixed_sources_never_get_the_same_rows(tokenizer, spread):
     found = [set(of_rank(spread, tokenizer, rank)) for rank in range(WORLD_SIZE)]
     assert sum(map(len, found)) == len(set().union(*found)) == 100
     for numbers in found:
         assert {number < 500 for number in numbers} == {True, False}  # of both sources
 
 
-def test_df_06_the_union_over_ranks_and_their_workers_is_everything(mixed, place, alone):
+def test_the_union_over_ranks_and_their_workers_is_everything(mixed, place, alone):
     """Sharded by rank, then by worker, as four ranks with three workers each do."""
     state = DataState.fresh(mixed)
     found = {}
@@ -92,13 +92,13 @@ def test_df_06_the_union_over_ranks_and_their_workers_is_everything(mixed, place
     assert [found[g] for g in range(STEPS * BLOCKS)] == [row.ids for row in alone.rows]
 
 
-def test_df_06_no_row_vanishes_between_the_ranks(tokenizer, spread):
+def test_no_row_vanishes_between_the_ranks(tokenizer, spread):
     assert all(batches[-1].ended for batches in spread.ranks)
     found = sum((of_rank(spread, tokenizer, rank) for rank in range(WORLD_SIZE)), Counter())
     assert found == Counter([*range(60), *range(500, 540)])
 
 
-def test_df_14_one_ranks_state_is_not_saved_for_all(mixed, place, alone):
+def test_one_ranks_state_is_not_saved_for_all(mixed, place, alone):
     run = Run(mixed, place).start(WORLD_SIZE, 6)
     assert np.array_equal(run.states[-1].cursors, alone.states[6].cursors)
     assert (run.states[-1].cursors.sum(axis=(1, 2)) > 0).all()
@@ -106,7 +106,7 @@ def test_df_14_one_ranks_state_is_not_saved_for_all(mixed, place, alone):
     assert own == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
 
 
-def test_df_16_nothing_can_be_loaded_into_a_stream_that_was_opened(mixed, place, alone):
+def test_nothing_can_be_loaded_into_a_stream_that_was_opened(mixed, place, alone):
     assert not [name for name in vars(Stream) if "load" in name or "state" in name]
     run = alone.resumed(5)
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def test_df_16_nothing_can_be_loaded_into_a_stream_that_was_opened(mixed, place,
         assert rows_of(next(stream)) == alone.after(5, 1)
 
 
-def test_df_26_one_document_on_four_ranks_is_not_repeated_within_an_epoch(place, tokenizer):
+def test_one_document_on_four_ranks_is_not_repeated_within_an_epoch(place, tokenizer):
     path = corpus.write_parquet(place / "one.parquet", corpus.letters([0, 100])[1:])
     manifest = corpus.manifest_of(
         place / "tokenizer", {"path": str(path), "max_epochs": 3}, lanes=8, seq_len=11
@@ -138,7 +138,7 @@ def test_df_26_one_document_on_four_ranks_is_not_repeated_within_an_epoch(place,
     assert 2 * 99 <= trained <= 3 * 100
 
 
-def test_df_40_ranks_do_not_train_on_the_same_stream(alone, spread):
+def test_ranks_do_not_train_on_the_same_stream(alone, spread):
     for step in range(20):
         digests = [batches[step].digest for batches in spread.ranks]
         assert len(set(digests)) == WORLD_SIZE

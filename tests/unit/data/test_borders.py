@@ -49,7 +49,7 @@ def without_ends(lengths):
     yield Document(1, 0, 0, np.empty(0, np.int32), Counter())
 
 
-def test_df_15_borders_are_not_looked_for_in_ids_that_lack_an_end_of_text():
+def test_borders_are_not_looked_for_in_ids_that_lack_an_end_of_text():
     borders = np.cumsum(LENGTHS)
     blocks = list(islice(concat(without_ends(LENGTHS), SEQ_LEN, START), 12))
     for number, block in enumerate(blocks):
@@ -68,7 +68,7 @@ def test_df_15_borders_are_not_looked_for_in_ids_that_lack_an_end_of_text():
 
 
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
-def test_df_15_borders_in_a_batch_are_those_of_the_documents(place, packing):
+def test_borders_in_a_batch_are_those_of_the_documents(place, packing):
     run, tokenizer = once(place, packing=packing, document_mask=True)
     for row in run.rows:
         if row.labels == (-100,) * SEQ_LEN:
@@ -82,7 +82,7 @@ def test_df_15_borders_in_a_batch_are_those_of_the_documents(place, packing):
 
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
-def test_df_29_no_window_adds_control_tokens_and_no_target_stands_twice(place, packing, begin):
+def test_no_window_adds_control_tokens_and_no_target_stands_twice(place, packing, begin):
     name = "beginning" if begin else "tokenizer"
     if begin and not (place / name).exists():
         corpus.with_template(corpus.write_tokenizer(place / name), "<s> $A")
@@ -112,7 +112,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_df_32_a_begin_token_is_neither_dropped_nor_put_over_a_token(place, name):
+def test_a_begin_token_is_neither_dropped_nor_put_over_a_token(place, name):
     template, begins = TEMPLATES[name]
     directory = corpus.write_tokenizer(place / f"template-{name}")
     if template:
@@ -139,7 +139,7 @@ CONTROL = ("<|endoftext|>", "<s>", "<tool_call>", "<|endoftext|><|endoftext|>")
 
 
 @pytest.mark.parametrize("backend", ["tokenizers", "tiktoken"])
-def test_df_33_control_tokens_spelt_out_in_an_article_stay_text(place, backend):
+def test_control_tokens_spelt_out_in_an_article_stay_text(place, backend):
     directory = corpus.write_tokenizer(place / f"controlled-{backend}")
     corpus.with_template(directory, "<s> $A", others=["<tool_call>"])
     texts = [f"{word}before {word} after{word}" for word in CONTROL]

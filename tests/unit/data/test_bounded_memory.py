@@ -129,7 +129,7 @@ def prepared(place, name, **data):
 
 
 @pytest.mark.launches
-def test_df_35_memory_does_not_grow_with_the_units_read(place):
+def test_memory_does_not_grow_with_the_units_read(place):
     folder = place / "large"
     folder.mkdir()
     schema = pa.schema([("id", pa.string()), ("text", pa.string())])
@@ -143,7 +143,7 @@ def test_df_35_memory_does_not_grow_with_the_units_read(place):
 
 
 @pytest.mark.launches
-def test_df_35_memory_does_not_grow_over_an_epoch_of_the_stream(place):
+def test_memory_does_not_grow_over_an_epoch_of_the_stream(place):
     folder = place / "small"
     corpus.write_parquet(folder / "data.parquet", corpus.letters([20] * 20) * 100, group=1)
     folder, config = prepared(place, "small", lanes=24)
@@ -152,6 +152,6 @@ def test_df_35_memory_does_not_grow_over_an_epoch_of_the_stream(place):
 
 @pytest.mark.parametrize("backend", ["tokenizers", "tiktoken"])
 @pytest.mark.launches
-def test_df_34_memory_does_not_grow_with_words_never_seen_before(place, backend):
+def test_memory_does_not_grow_with_words_never_seen_before(place, backend):
     # 180,000 words; with one entry each a cache of theirs would be 20 MiB and more.
     assert growth(ENCODED, place, backend) < 2 * MIB

@@ -134,7 +134,7 @@ def test_units_that_come_next_are_read_ahead(there, place, expected, monkeypatch
 
 
 @pytest.mark.parametrize("fault", PASSING)
-def test_df_37_what_passes_changes_no_block(there, place, server, expected, fault):
+def test_what_passes_changes_no_block(there, place, server, expected, fault):
     server.mixture = every(2, fault)
     assert blocks(there, place) == expected
 
@@ -142,13 +142,13 @@ def test_df_37_what_passes_changes_no_block(there, place, server, expected, faul
 @pytest.mark.parametrize(
     "fault", [HANGING[0], *(pytest.param(one, marks=pytest.mark.wide) for one in HANGING[1:])]
 )
-def test_df_37_hangs_and_drips_change_no_block(there, place, server, expected, fault):
+def test_hangs_and_drips_change_no_block(there, place, server, expected, fault):
     server.mixture = every(6, fault)
     assert blocks(there, place) == expected
 
 
 @pytest.mark.parametrize("wait", ["429 7", "429 date 7", "429 ratelimit 7", "503 7"])
-def test_df_37_a_server_that_asks_for_time_gets_it(server, place, wait):
+def test_a_server_that_asks_for_time_gets_it(server, place, wait):
     waited = []
     stop = SimpleNamespace(wait=lambda seconds: bool(seconds and waited.append(seconds)))
     name = "b.jsonl"
@@ -163,9 +163,7 @@ def test_df_37_a_server_that_asks_for_time_gets_it(server, place, wait):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("redirected", [False, True])
-def test_df_37_a_mix_of_nine_faults_changes_no_block(
-    there, place, server, expected, seed, redirected
-):
+def test_a_mix_of_nine_faults_changes_no_block(there, place, server, expected, seed, redirected):
     with hub.serving(server.files) as store:
         if redirected:
             server.store, store.uses = store, 3
@@ -175,7 +173,7 @@ def test_df_37_a_mix_of_nine_faults_changes_no_block(
         assert (store.requests["elsewhere"] > 0) == redirected
 
 
-def test_df_36_an_outage_changes_no_block(there, place, server, expected):
+def test_an_outage_changes_no_block(there, place, server, expected):
     stream = opened(there, place)
     found = next(stream).ids.tolist()
     server.down = True
@@ -206,7 +204,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("seconds", [60, 600])
-def test_df_36_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
+def test_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
     clock = Clock(seconds, lambda: setattr(server, "down", False))
     monkeypatch.setattr(fetch, "time", clock)
     monkeypatch.setattr(fetch, "MAX_WAIT_SECONDS", 60.0)
@@ -219,7 +217,7 @@ def test_df_36_an_outage_of_minutes_is_waited_out(server, monkeypatch, seconds):
     assert server.requests["down"] < 5 + seconds / 10  # full jitter: half a minute on average
 
 
-def test_df_36_a_quarter_of_an_hour_without_a_network_ends_the_run(server, monkeypatch):
+def test_a_quarter_of_an_hour_without_a_network_ends_the_run(server, monkeypatch):
     clock = Clock(1e9, lambda: None)
     monkeypatch.setattr(fetch, "time", clock)
     monkeypatch.setattr(fetch, "MAX_WAIT_SECONDS", 60.0)
@@ -233,7 +231,7 @@ def test_df_36_a_quarter_of_an_hour_without_a_network_ends_the_run(server, monke
     assert 14 * 60 <= clock.now - 1000 <= 15 * 60
 
 
-def test_df_36_an_outage_never_leaves_a_unit_out(there, place, server, tmp_path):
+def test_an_outage_never_leaves_a_unit_out(there, place, server, tmp_path):
     server.down = True
     reading = Reading(0.5, tmp_path, skip_bad_units=True)
     stream = opened(there, place, reading=reading)
@@ -270,7 +268,7 @@ def spans_of(manifest, run_dir):
     }
 
 
-def test_df_38_four_ranks_ask_for_no_more_than_one(listed, place, server):
+def test_four_ranks_ask_for_no_more_than_one(listed, place, server):
     begin, run_dir = listed
     manifest = begin()
     reading = Reading(60, run_dir)
@@ -293,7 +291,7 @@ def test_df_38_four_ranks_ask_for_no_more_than_one(listed, place, server):
     assert len(set(counts[1])) == len(counts[1]) > 4
 
 
-def test_df_38_only_rank_0_of_a_first_start_lists_and_reads_footers(listed, server):
+def test_only_rank_0_of_a_first_start_lists_and_reads_footers(listed, server):
     begin, run_dir = listed
     manifest = begin()
     footers = sorted(p.name for p in (run_dir / "footers").iterdir())
@@ -306,9 +304,7 @@ def test_df_38_only_rank_0_of_a_first_start_lists_and_reads_footers(listed, serv
     assert server.requests.total() == asked
 
 
-def test_df_39_a_first_answer_later_than_the_client_waits_is_waited_for(
-    listed, server, monkeypatch
-):
+def test_a_first_answer_later_than_the_client_waits_is_waited_for(listed, server, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
@@ -321,7 +317,7 @@ def test_df_39_a_first_answer_later_than_the_client_waits_is_waited_for(
     assert time.monotonic() - began < 30
 
 
-def test_df_39_a_listing_that_never_comes_ends_the_start_and_says_so(listed, server, monkeypatch):
+def test_a_listing_that_never_comes_ends_the_start_and_says_so(listed, server, monkeypatch):
     monkeypatch.setattr(resolving, "ATTEMPT_SECONDS", 0.2)
     monkeypatch.setattr(resolving, "ASK_SECONDS", 0.5)
     server.listing_faults.extend(["hang"] * 99)
@@ -417,7 +413,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc to see that a read hangs")
 @pytest.mark.parametrize(("where", "workers"), [("here", 1), ("away", 0), ("away", 1)])
 @pytest.mark.launches
-def test_df_42_a_process_ends_within_seconds_while_a_read_hangs(tmp_path, where, workers):
+def test_a_process_ends_within_seconds_while_a_read_hangs(tmp_path, where, workers):
     corpus.write_tokenizer(tmp_path / "tokenizer")
     path = corpus.write_parquet(tmp_path / "data" / "a.parquet", corpus.articles(60))
     config = corpus.config(tmp_path / "data", lanes=4)

@@ -66,7 +66,7 @@ def trained_of(block):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_ft_34_every_sequence_is_trained_exactly_as_often_as_asked(place, name):
+def test_every_sequence_is_trained_exactly_as_often_as_asked(place, name):
     manifest, encoder = data_of(place, name, epochs=2, lanes=5)
     assert manifest.sources[0].max_epochs == 2
     end = until_end(manifest, encoder)
@@ -88,7 +88,7 @@ def test_parquet_and_json_lines_of_the_same_rows_give_the_same_sequences(place):
     assert found[0] == found[1]
 
 
-def test_ft_06_packing_keeps_the_mask_and_no_label_crosses_a_border(place):
+def test_packing_keeps_the_mask_and_no_label_crosses_a_border(place):
     manifest, encoder = data_of(place, "a.jsonl", lanes=3)
     assert (manifest.packing, manifest.document_mask) == ("bestfit", True)
     numbered = blocks_of(manifest, encoder, 12)
@@ -205,6 +205,20 @@ def test_a_later_bad_row_is_named_by_file_and_line(place, tmp_path):
     for _, block in replay(manifest, encoder, skipping, state, 0, 20):
         counts.update(block.counts.get(0, {}))
     assert counts["rejected"] >= 1
+
+
+def test_a_bad_row_is_counted_once_wherever_it_is(place, tmp_path):
+    """Behind the last good one, too: rows are shuffled, so each of them is tried."""
+    reader = Reader(Reading(60, skip_bad_rows=True))
+    for bad in range(5):
+        rows = chats.rows_of(5)
+        rows[bad]["messages"][0]["role"] = "bot"
+        path = corpus.write_jsonl(tmp_path / f"{bad}.jsonl", rows)
+        manifest, encoder = chats.data_of(place / "tokenizer", path, lanes=1, epochs=1)
+        counts: Counter = Counter()
+        for _, block in replay(manifest, encoder, reader, DataState.fresh(manifest), 0, 9):
+            counts.update(block.counts.get(0, {}))
+        assert counts["rejected"] == 1, bad
 
 
 def test_the_first_conversation_is_shown_with_what_is_trained(place):

@@ -4,8 +4,6 @@ The strategies of today give every rank the whole model; where ranks are replica
 are to be counted here in the same way.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -61,7 +59,7 @@ def runs(server: Server, tmp_path_factory: pytest.TempPathFactory, source: Path)
     return found
 
 
-def test_df_05_401_documents_on_three_processes_end_at_the_same_step_on_all(
+def test_401_documents_on_three_processes_end_at_the_same_step_on_all(
     runs: dict[int, Path],
 ) -> None:
     for run_dir in runs.values():
@@ -72,7 +70,7 @@ def test_df_05_401_documents_on_three_processes_end_at_the_same_step_on_all(
     assert min(steps) > 3
 
 
-def test_df_05_evaluation_on_three_processes_scores_every_document_once(
+def test_evaluation_on_three_processes_scores_every_document_once(
     runs: dict[int, Path],
 ) -> None:
     scored = {
@@ -92,7 +90,7 @@ def test_df_05_evaluation_on_three_processes_scores_every_document_once(
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 
 
-def test_df_25_replicated_ranks_do_not_count_tokens_twice(runs: dict[int, Path]) -> None:
+def test_replicated_ranks_do_not_count_tokens_twice(runs: dict[int, Path]) -> None:
     counted = {
         world_size: [
             (line["tokens"], line["step_tokens"], line["sources"])
@@ -115,16 +113,14 @@ def test_df_25_replicated_ranks_do_not_count_tokens_twice(runs: dict[int, Path])
     assert counted[4][-1][0] == sum(lengths)
 
 
-def test_df_14_the_checkpoint_of_four_ranks_has_the_lanes_of_all(runs: dict[int, Path]) -> None:
+def test_the_checkpoint_of_four_ranks_has_the_lanes_of_all(runs: dict[int, Path]) -> None:
     states = [data_state(run_dir, status(run_dir)["step"]) for run_dir in runs.values()]
     assert all(state == states[0] for state in states[1:])
     assert all(sum(lane[0][:3]) > 0 for lane in states[0]["cursors"])
 
 
 @pytest.mark.slow  # test_data_end resumes in later epochs
-def test_df_10_a_resume_in_a_later_epoch_goes_on_to_the_last_step(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_resume_in_a_later_epoch_goes_on_to_the_last_step(server: Server, tmp_path: Path) -> None:
     """A stream that is over when what was seen is skipped would end the run as finished."""
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(40))
     changes = {"training__steps": 60, "checkpoint__every_steps": 15, "data__lanes": 6}
@@ -149,7 +145,7 @@ def test_df_10_a_resume_in_a_later_epoch_goes_on_to_the_last_step(
 
 
 @pytest.mark.slow  # DF-05 with a packing
-def test_df_31_packed_lengths_do_not_decide_the_steps_of_a_rank(
+def test_packed_lengths_do_not_decide_the_steps_of_a_rank(
     server: Server, tmp_path: Path, source: Path
 ) -> None:
     """Steps are fixed at the start and the same on every rank, number of ranks and resume."""

@@ -61,7 +61,7 @@ def units_read(run, state):
 
 
 @pytest.mark.parametrize(("packing", "most"), [("concat", 1), ("bestfit", 3)])
-def test_df_07_a_resume_at_step_a_million_skips_through_nothing(place, packing, most):
+def test_a_resume_at_step_a_million_skips_through_nothing(place, packing, most):
     manifest = corpus.manifest_of(
         place / "tokenizer", place / "even.parquet", lanes=LANES, packing=packing
     )
@@ -101,7 +101,7 @@ def another():
     ],
 )
 @pytest.mark.launches
-def test_df_21_a_test_that_hangs_ends_and_shows_the_stacks(tmp_path, pytestconfig, first, says):
+def test_a_test_that_hangs_ends_and_shows_the_stacks(tmp_path, pytestconfig, first, says):
     limits = {
         name: float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")
     }
@@ -123,7 +123,7 @@ def test_df_21_a_test_that_hangs_ends_and_shows_the_stacks(tmp_path, pytestconfi
     assert [word for word in says if word not in said] == []  # the stacks of both threads, too
 
 
-def test_df_21_no_test_is_without_a_limit():
+def test_no_test_is_without_a_limit():
     tests = Path(__file__).parents[2]
     marked = [
         path.name
@@ -133,7 +133,7 @@ def test_df_21_no_test_is_without_a_limit():
     assert marked == []
 
 
-def test_df_41_a_glob_without_a_match_says_what_is_there(tmp_path):
+def test_a_glob_without_a_match_says_what_is_there(tmp_path):
     corpus.write_jsonl(tmp_path / "text" / "train-00.jsonl", corpus.articles(3))
     (tmp_path / "text" / "heldout").mkdir()
     for pattern in ("text/*.parquet", "text/train-*/x.jsonl"):

@@ -4,8 +4,6 @@ What a launched process can see is tried with ranks that have the environment wh
 was seen to make; the rest with the launchers themselves.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
@@ -68,15 +66,15 @@ def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: obje
 
 
 @needs("accelerate", "1.15")  # before it, such processes find each other
-def test_ux_27_di_01_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
+def test_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
     server: Server, config: Path, tmp_path: Path
 ) -> None:
-    arguments = ["call", "helpers.launched_wrong", "alone", str(config)]
+    arguments = ["call", "helpers.odd_ranks", "alone", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "thinks it is alone", "WORLD_SIZE")
 
 
-def test_di_02_the_simple_launcher_that_starts_one_of_two_is_refused(
+def test_the_simple_launcher_that_starts_one_of_two_is_refused(
     config: Path, tmp_path: Path
 ) -> None:
     command = [*ACCELERATE, "--cpu", "--num_processes", "2", SCRIPT, str(config)]
@@ -88,7 +86,7 @@ def test_di_02_the_simple_launcher_that_starts_one_of_two_is_refused(
 
 
 @pytest.mark.parametrize(("env", "strategy"), [(AS_FSDP, "fsdp2"), (AS_ZERO, "zero2")])
-def test_di_03_ranks_of_fsdp_or_deepspeed_train_that_and_never_ddp(
+def test_ranks_of_fsdp_or_deepspeed_train_that_and_never_ddp(
     server: Server, config: Path, tmp_path: Path, env: dict[str, str], strategy: str
 ) -> None:
     assert server.run(["train", str(config)], 2, tmp_path, env) == [0, 0]
@@ -96,14 +94,14 @@ def test_di_03_ranks_of_fsdp_or_deepspeed_train_that_and_never_ddp(
     assert (line["strategy"], line["world_size"]) == (strategy, 2)
 
 
-def test_di_04_torchrun_trains_the_strategy_that_is_asked_for(config: Path, tmp_path: Path) -> None:
+def test_torchrun_trains_the_strategy_that_is_asked_for(config: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     asked = "distributed.strategy=fsdp2"
     ended = run([*torchrun, "--standalone", SCRIPT, str(config), asked], tmp_path)
     trained(ended, tmp_path, world_size=2, strategy="fsdp2")
 
 
-def test_di_05_machines_that_would_wait_for_each_other_are_refused_before_they_start(
+def test_machines_that_would_wait_for_each_other_are_refused_before_they_start(
     config: Path, tmp_path: Path
 ) -> None:
     file = launch_file(tmp_path, {**TWO_MACHINES, "machine_rank": None, "num_processes": 3})
@@ -114,9 +112,7 @@ def test_di_05_machines_that_would_wait_for_each_other_are_refused_before_they_s
 
 
 @pytest.mark.slow  # a launch for a line of the log
-def test_di_06_accelerates_own_default_config_is_named_in_the_log(
-    config: Path, tmp_path: Path
-) -> None:
+def test_accelerates_own_default_config_is_named_in_the_log(config: Path, tmp_path: Path) -> None:
     default = tmp_path / "home" / "accelerate"
     file = launch_file(default, {"distributed_type": "NO", "num_processes": 1})
     Path(file).rename(default / "default_config.yaml")
@@ -134,14 +130,14 @@ def beside_another(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         return folder, run(accelerate(folder, {**PLAIN, "main_process_port": port}), folder)
 
 
-def test_di_01_two_processes_that_nothing_tells_of_their_cpus_become_two(
+def test_two_processes_that_nothing_tells_of_their_cpus_become_two(
     beside_another: Ended,
 ) -> None:
     folder, ended = beside_another
     trained(ended, folder, world_size=2, strategy="ddp")
 
 
-def test_di_07_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
+def test_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
     beside_another: Ended,
 ) -> None:
     folder, ended = beside_another
@@ -150,7 +146,7 @@ def test_di_07_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_di_29_a_stale_size_in_the_environment_is_named_and_nothing_hangs(
+def test_a_stale_size_in_the_environment_is_named_and_nothing_hangs(
     config: Path, tmp_path: Path, name: str
 ) -> None:
     ended = run([sys.executable, SCRIPT, str(config)], tmp_path, **{name: "2"})
@@ -247,30 +243,7 @@ def test_a_file_that_starts_something_else_is_refused_with_one_message(
     one_message(ended.stderr, tmp_path, *words)
 
 
-@pytest.mark.parametrize("kind", ["tp", "cp"])
-def test_di_32_a_model_that_is_split_otherwise_is_refused(
-    config: Path, tmp_path: Path, kind: str
-) -> None:
-    file = launch_file(tmp_path, {**FSDP, "parallelism_config": {MESH.format(kind): 2}})
-    ended = run([*LLMTRAIN, "train", str(config), "--accelerate", file], tmp_path)
-    assert ended.returncode == 2
-    one_message(ended.stderr, tmp_path, f"{MESH.format(kind)} = 2", "does not work", "FSDP2")
-
-
-@pytest.mark.parametrize(
-    ("values", "override"),
-    [({**FSDP, "mixed_precision": "fp16"}, "run.seed=1"), (FSDP, "training.precision=fp16")],
-)
-def test_di_32_fp16_is_refused(
-    config: Path, tmp_path: Path, values: dict[str, Any], override: str
-) -> None:
-    file = launch_file(tmp_path, values)
-    ended = run([*LLMTRAIN, "train", str(config), override, "--accelerate", file], tmp_path)
-    assert ended.returncode == 2
-    one_message(ended.stderr, tmp_path, "precision = ", "fp16", "bf16", "Ampere")
-
-
-def test_di_32_a_model_that_does_not_name_its_blocks_is_told_which_key_does(
+def test_a_model_that_does_not_name_its_blocks_is_told_which_key_does(
     server: Server, tmp_path: Path
 ) -> None:
     changes = {"distributed": {"strategy": "fsdp2"}}
@@ -301,7 +274,7 @@ def each(server: Server, folder: Path, commands: list[list[str]]) -> list[int]:
     ("override", "key"),
     [("optimizer.learning_rate=0.1", "optimizer.learning_rate"), ("run.seed=7", "run.seed")],
 )
-def test_di_34_ranks_with_another_config_are_named(
+def test_ranks_with_another_config_are_named(
     server: Server, config: Path, tmp_path: Path, override: str, key: str
 ) -> None:
     command = ["train", str(config)]
@@ -309,10 +282,8 @@ def test_di_34_ranks_with_another_config_are_named(
     one_message((tmp_path / "output.txt").read_text(), tmp_path, f"{key} on rank 1", "on rank 0")
 
 
-def test_di_34_ranks_with_other_versions_are_named(
-    server: Server, config: Path, tmp_path: Path
-) -> None:
-    arguments = ["call", "helpers.launched_wrong", "other_version", str(config)]
+def test_ranks_with_other_versions_are_named(server: Server, config: Path, tmp_path: Path) -> None:
+    arguments = ["call", "helpers.odd_ranks", "of_another_version", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "tokenizers on rank 1 = 0.0.1")
 
@@ -322,10 +293,3 @@ def test_processes_are_enough_for_a_strategy_and_need_no_file(config: Path, tmp_
     ended = run([*LLMTRAIN, "train", str(config), *asked], tmp_path)
     assert ended.returncode == 0, ended.stderr
     trained(ended, tmp_path, world_size=2, strategy="zero2")
-
-
-def test_processes_inside_a_launcher_are_refused(config: Path, tmp_path: Path) -> None:
-    command = [*LLMTRAIN, "train", str(config), "--processes", "2"]
-    ended = run(command, tmp_path, LOCAL_RANK="0")
-    assert ended.returncode == 2
-    one_message(ended.stderr, tmp_path, "LOCAL_RANK", "no launcher around this process")
