@@ -18,7 +18,7 @@ def test_a_full_device_is_compared_with_the_plan_and_one_change_is_named(
     planned = lines(tmp_path / "run", "start")[0]["plan"]["total_bytes"]
     assert "Traceback" not in said
     message = said[said.index("error: 1 problem") :]
-    assert "at the peak, and 2.0 GiB more asked for" in message
+    assert "at the peak, and 2 GiB more asked for" in message
     assert f"at most the {size(planned)} planned for ddp" in message
     assert "which 1.50 GiB is free.)" in message
     assert "try:      training.micro_batch_size=3; `llmtrain plan`" in message
