@@ -22,7 +22,7 @@ OPTIONS = {
     "python": {"run", "reason"},
     "text": {"compare", "reason"},
     "yaml": {"config", "reason"},
-    **dict.fromkeys(("json", "toml", "html", "mermaid", "dockerfile"), frozenset[str]()),
+    **dict.fromkeys(("json", "toml", "html", "mermaid", "dockerfile", "diff"), frozenset[str]()),
 }
 
 

@@ -97,6 +97,18 @@ def test_files_of_the_project_that_a_page_names_are_there(page):
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+def test_what_the_diffs_of_the_first_changes_take_away_is_in_the_code():
+    code = "\n".join(path.read_text() for path in (ROOT / "llmtrain").rglob("*.py"))
+    taken = [
+        line[1:]
+        for fence in of_language("understand/first-change.md", "diff")
+        for line in fence.text.splitlines()
+        if not line.startswith(("+", "…"))
+    ]
+    assert len(taken) > 5
+    assert [line for line in taken if line not in code] == []
+
+
 def test_the_first_page_leads_to_every_other():
     seen, new = set(), {"index.md"}
     while new:
