@@ -133,16 +133,19 @@ def _last(record: list[dict[str, Any]], kind: str, field: str, of: type[T]) -> T
     return next((value for value in values if isinstance(value, of)), None)
 
 
-def check(config: Config) -> None:
-    """Raise UserError if `run.dir` belongs to another config or has a path of the wrong kind.
+def check(config: Config) -> bool:
+    """Return whether a run of this config has begun in `run.dir`.
 
-    For a command that starts the ranks of a run.
+    For a command that does not train itself. Raises UserError if the directory belongs to another
+    config or has a path of the wrong kind.
     """
     run_dir = config.run_dir
     contents.check(run_dir)
-    begun = any(line["kind"] == "start" for line in jsonl.record(run_dir))
-    if (run_dir / contents.CONFIG).exists() and (begun or _find_saved_run(run_dir)):
+    started = any(line["kind"] == "start" for line in jsonl.record(run_dir))
+    begun = (run_dir / contents.CONFIG).exists() and bool(started or _find_saved_run(run_dir))
+    if begun:
         _compare(run_dir, config)
+    return begun
 
 
 def _find_saved_run(run_dir: Path) -> str | None:
