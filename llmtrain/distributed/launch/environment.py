@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.config.checks import check_batch
+from llmtrain.config.checks import check_batch, check_micro_batch
 from llmtrain.distributed.launch.named import (
     example,
     hsdp_mesh,
@@ -62,14 +62,24 @@ def check_environment(
     ACCELERATE_USE_DEEPSPEED into the environment.
     """
     check_docstrings(sys.flags.optimize)
-    problems = launcher_problems(env)
-    if not problems:  # otherwise the number of processes may be wrong
-        found = [
-            *unsupported_problems(env, world_size(env)),
-            *contradictions(env, distributed, training),
-        ]
-        problems = list(with_variables(found, env))
-    raise_any(problems, _WHERE)
+    raise_any(launch_problems(env, env, distributed, training), _WHERE)
+
+
+def launch_problems(
+    env: Mapping[str, str],
+    exported: Mapping[str, str],
+    distributed: DistributedConfig,
+    training: TrainingConfig,
+) -> list[Problem]:
+    """Return why a launch is refused, by the variables that its ranks get.
+
+    env: variables of a rank
+    exported: those of them that do not come from a file of accelerate, and are named in messages
+    """
+    if problems := launcher_problems(exported):  # the number of processes may be wrong
+        return [*problems, *check_micro_batch(training)]
+    found = [*unsupported_problems(env, world_size(env)), *_other_than(env, distributed, training)]
+    return list(with_variables(found, exported))
 
 
 def check_docstrings(optimize: int) -> None:
@@ -178,7 +188,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def contradictions(
+def _other_than(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
     """Yield problems where the launch contradicts the config."""

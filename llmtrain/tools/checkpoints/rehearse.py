@@ -35,7 +35,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import FrozenChoices, read_status
-from llmtrain.tools.launch.launch import has_gpu, launch, launch_problems
+from llmtrain.tools.launch.launch import has_gpu, launch, plain_launch_problems
 
 KILL_AT = 6
 TOLERANCE = 1e-5  # of a loss, where sums are computed in another order
@@ -199,7 +199,9 @@ def _processes(config: Config) -> int:
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
     """Raise UserError with every problem for which a launch of these configs would be refused."""
-    found = [one for config, size in launches for one in launch_problems(config, size, os.environ)]
+    found = [
+        one for config, size in launches for one in plain_launch_problems(config, size, os.environ)
+    ]
     problems = list(dict.fromkeys(found))
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"

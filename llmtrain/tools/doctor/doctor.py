@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import files
 from llmtrain.config.binding import data_settings
+from llmtrain.config.checks import check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import NAMED
@@ -245,7 +246,7 @@ def _plan(context: DoctorContext) -> Verdict:
     from llmtrain.training.start.processes import decide_precision, plan_here
 
     config, env = context.run, _rank(context)
-    raise_any(claim.split_rule(int(env["WORLD_SIZE"]))(config.training))
+    raise_any(check_batch(config.training, int(env["WORLD_SIZE"])))
     precision, _ = decide_precision(config, Alone())
     found = plan_here(config, precision, decide_kernels(config), _base(config), 0, env)
     layout, hardware = found.layout, found.hardware
@@ -553,10 +554,9 @@ def _checks(
             config, loaded = loaded, ok(f"loads; the run lives in {loaded.run.dir}")
         yield CONFIG, loaded
     if accelerate_file is not None:
-        read_file = partial(read_launch_file, accelerate_file, None)
-        yield LAUNCH, run_check(lambda: machine.describe_launch(read_file(config)))
-        file = run_check(read_file)  # without the config, which the file may contradict
+        file = run_check(partial(read_launch_file, accelerate_file, None))
         launch = None if isinstance(file, Verdict) else file
+        yield LAUNCH, file if isinstance(file, Verdict) else machine.describe_launch(file, config)
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     context = DoctorContext(config, launch, env, wall, steady)
     looks = OF_MACHINE | (OF_CONFIG if config else {}) | {ALL_REDUCE: machine.all_reduce}

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse, write
-from llmtrain.distributed.launch.environment import contradictions, family
+from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.named import SECTIONS, STRATEGIES, example, unsupported_problems
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any
@@ -158,11 +157,10 @@ class LaunchFile:
         return variables_of(self.values, self.processes)
 
 
-def read_launch_file(path: Path, processes: int | None, config: Config | None = None) -> LaunchFile:
+def read_launch_file(path: Path, processes: int | None) -> LaunchFile:
     """Read a file and check that it starts what it seems to start.
 
     processes: in place of the file's number
-    config: of the run to be started, which the file must not contradict
 
     Raises UserError with every problem.
     """
@@ -173,10 +171,7 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
         expected = "a whole number ≥ 1: the processes of all machines together"
         problems.append(Problem("num_processes", asked, expected, "or --processes N"))
     else:
-        env = variables_of(values, asked)
-        problems += unsupported_problems(env, asked)
-        if config is not None:
-            problems += contradictions(env, config.distributed, config.training)
+        problems += unsupported_problems(variables_of(values, asked), asked)
     if problems or not isinstance(asked, int):
         raise UserError(*problems, where=str(path))
     return LaunchFile(path, asked, values)

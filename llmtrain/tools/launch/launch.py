@@ -34,22 +34,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from llmtrain import system
+from llmtrain.config.checks import Rule, apply
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, DistributedConfig
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch.environment import (
-    INSTALL_DEEPSPEED,
-    contradictions,
-    family,
-    launcher_problems,
-)
-from llmtrain.distributed.launch.named import example, unsupported_problems, with_variables
+from llmtrain.distributed.launch.environment import INSTALL_DEEPSPEED, family, launcher_problems
+from llmtrain.distributed.launch.named import example, named_family
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError, raise_any
 from llmtrain.rundir.contents import LOGS, STATUS
@@ -141,6 +138,7 @@ def _addresses(first: str) -> tuple[str, str]:
         raise UserError(Problem("main_process_ip", first, expected)) from error
 
 
+_KEY = "distributed.strategy"
 _CODES = (0, 1, 2, DISK_FAILED, RESTARTABLE)
 
 
@@ -177,18 +175,20 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_nested(env)
-    count = processes
-    if accelerate_file and not processes:
-        with contextlib.suppress(
-            UserError
-        ):  # what is wrong with the file is reported with the config's part
-            count = read_launch_file(accelerate_file, None).processes
-    config = load_config(config_file, overrides, rules_of_a_launch(config_file, count))
-    file = _launch_file(accelerate_file, processes, env, config)
+    raise_any(launcher_problems(env), "the launch")
+    file = (
+        read_launch_file(accelerate_file, processes)
+        if accelerate_file
+        else _of_this_machine(processes or 1, env)
+    )
+    config = load_config(config_file, overrides, _rules(config_file, file, env))
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
             written = Path(folder) / "accelerate.yaml"
-            written.write_text(write(file.values), encoding="utf-8")
+            asked = config.training.precision
+            fp32 = asked == "fp32" or (file.on_cpu and asked == "auto")
+            values = {**file.values, "mixed_precision": "no" if fp32 else "bf16"}
+            written.write_text(write(values), encoding="utf-8")
             file = replace(file, path=written)
         mark = Path(folder) / "ended"
         env[LAUNCHED] = str(mark)
@@ -216,45 +216,36 @@ def _refuse_nested(env: Mapping[str, str]) -> None:
             raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
 
 
-def _launch_file(
-    path: Path | None, processes: int | None, env: Mapping[str, str], config: Config
-) -> LaunchFile:
-    """Return the file, or the settings to write to one. Raises UserError with every problem."""
-    raise_any(launcher_problems(env), "the launch")
-    if path is None:
-        count = processes or 1
-        raise_any(launch_problems(config, count, env), f"the launch of {count} processes")
-        return _of_this_machine(count, env, config)
-    file = read_launch_file(path, processes, config)
-    # The launcher imports DeepSpeed before there are ranks.
-    if file.values.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
-        expected = "FSDP or MULTI_GPU: the package deepspeed is not installed"
-        remedy = f"{INSTALL_DEEPSPEED}, or {example('fsdp2')}"
-        raise UserError(Problem("distributed_type", "DEEPSPEED", expected, remedy))
-    return file
+def _rules(config_file: str, file: LaunchFile, env: Mapping[str, str]) -> list[Rule]:
+    """Return the rules for the config of a launch. env: in which the launcher is started."""
+    told = file.environment
+    exported = {} if file.path else {name: env[name] for name in env.keys() - told.keys()}
+    ranks = {**exported, **told}
+    deepspeed = partial(_deepspeed_problems, ranks)
+    return [*rules_of_a_launch(config_file, ranks, exported), deepspeed]
 
 
-def launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
-    """Return why a start of this many processes here would be refused; nothing is started."""
-    if problems := launcher_problems(env):
-        return problems
-    told = _of_this_machine(processes, env, config).environment
-    there, exported = {**env, **told}, {name: env[name] for name in env.keys() - told.keys()}
-    wrong = contradictions(there, config.distributed, config.training)
-    found = [*with_variables([*unsupported_problems(there, processes), *wrong], exported)]
-    strategy = config.distributed.strategy
-    if family(strategy) == "zero" and find_spec("deepspeed") is None:
+def _deepspeed_problems(
+    env: Mapping[str, str], distributed: DistributedConfig
+) -> Iterator[Problem]:
+    """Check that DeepSpeed is installed if it is needed: the launcher would import it first."""
+    by_file, strategy = named_family(env) == "zero", distributed.strategy
+    if (by_file or family(strategy) == "zero") and find_spec("deepspeed") is None:
+        key, found = ("distributed_type", "DEEPSPEED") if by_file else (_KEY, strategy)
         expected = "fsdp2 or ddp: the package deepspeed is not installed"
-        found.append(Problem("distributed.strategy", strategy, expected, INSTALL_DEEPSPEED))
-    return found
+        yield Problem(key, found, expected, f"{INSTALL_DEEPSPEED}, or {example('fsdp2')}")
 
 
-def _of_this_machine(processes: int, env: Mapping[str, str], config: Config) -> LaunchFile:
-    """Return the settings of a start without a file of accelerate."""
-    on_cpu = not has_gpu(env)
-    fp32 = config.training.precision == "fp32" or (on_cpu and config.training.precision == "auto")
-    here = Hardware(0, None, processes, 1, cpu=on_cpu)
-    values = launch_values("ddp", here, "fp32" if fp32 else "bf16")
+def plain_launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
+    """Return why a start of this many processes here would be refused; nothing is started."""
+    rules = _rules("", _of_this_machine(processes, env), env)
+    return launcher_problems(env) or list(apply(rules, dict(config)))
+
+
+def _of_this_machine(processes: int, env: Mapping[str, str]) -> LaunchFile:
+    """Return the settings of a start without a file of accelerate, but for the precision."""
+    here = Hardware(0, None, processes, 1, cpu=not has_gpu(env))
+    values = launch_values("ddp", here, "fp32")
     # MULTI_CPU would start only one process. MULTI_GPU also works with one process; it uses
     # torch's launcher, which passes signals on, as accelerate's own does not.
     return LaunchFile(None, processes, values | {"distributed_type": "MULTI_GPU"})

@@ -19,8 +19,8 @@ from llmtrain.tools.launch.launch import (
     Ended,
     has_gpu,
     launch,
-    launch_problems,
     leave_words,
+    plain_launch_problems,
     run_launcher,
     words_left,
 )
@@ -128,7 +128,7 @@ def test_what_a_start_would_refuse_is_known_without_one(
     monkeypatch.setattr(module, "find_spec", lambda name: None)  # no DeepSpeed
     overrides = [f"distributed.strategy={strategy}", "training.global_batch_size=16"]
     config = load_config(str(written(tmp_path)), overrides)
-    assert [one.key for one in launch_problems(config, processes, {})] == said
+    assert [one.key for one in plain_launch_problems(config, processes, {})] == said
 
 
 def test_a_stop_before_there_was_a_rank_is_no_failure(tmp_path):
