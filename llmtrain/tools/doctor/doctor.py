@@ -554,9 +554,10 @@ def _checks(
             config, loaded = loaded, ok(f"loads; the run lives in {loaded.run.dir}")
         yield CONFIG, loaded
     if accelerate_file is not None:
-        file = run_check(partial(read_launch_file, accelerate_file, None))
+        read_file = partial(read_launch_file, accelerate_file, None)
+        yield LAUNCH, run_check(lambda: machine.describe_launch(read_file(config)))
+        file = run_check(read_file)  # without the config, which the file may contradict
         launch = None if isinstance(file, Verdict) else file
-        yield LAUNCH, file if isinstance(file, Verdict) else machine.describe_launch(file, config)
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
     context = DoctorContext(config, launch, env, wall, steady)
     looks = OF_MACHINE | (OF_CONFIG if config else {}) | {ALL_REDUCE: machine.all_reduce}

@@ -40,13 +40,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain import system
-from llmtrain.config.schema import Config
 from llmtrain.distributed.launch.environment import (
     INSTALL_DEEPSPEED,
     awaited,
     check_environment,
     family,
-    launch_problems,
     launcher_problems,
     launcher_variables,
     world_size,
@@ -382,12 +380,8 @@ def default_file(context: DoctorContext) -> Verdict:
     return warning(found, f"name one: --config_file FILE, such as {example('ddp')}")
 
 
-def describe_launch(file: LaunchFile, config: Config | None) -> Verdict:
-    """Return in words what a valid file of accelerate starts, or how it contradicts the config."""
-    if config and (
-        wrong := launch_problems(file.environment, {}, config.distributed, config.training)
-    ):
-        return refusal(wrong, str(file.path))
+def describe_launch(file: LaunchFile) -> Verdict:
+    """Return in words what a valid file of accelerate starts."""
     machines = f"on {file.machines} machines" if file.machines > 1 else "on this machine"
     count = f"{file.processes} process{'es' * (file.processes > 1)}"
     return ok(f"{file.path}: {count} {machines}, {file.values.get('distributed_type', 'NO')}")

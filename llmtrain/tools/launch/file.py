@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse, write
-from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.launch.environment import family, launch_problems
 from llmtrain.distributed.launch.named import SECTIONS, STRATEGIES, example, unsupported_problems
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any
@@ -157,24 +158,39 @@ class LaunchFile:
         return variables_of(self.values, self.processes)
 
 
-def read_launch_file(path: Path, processes: int | None) -> LaunchFile:
+def read_launch_file(path: Path, processes: int | None, config: Config | None = None) -> LaunchFile:
     """Read a file and check that it starts what it seems to start.
 
     processes: in place of the file's number
+    config: of the run to be started, which the file must not contradict
 
     Raises UserError with every problem.
+    """
+    file, problems = parse_launch_file(path, processes)
+    env = file.environment
+    if config is None:
+        problems += unsupported_problems(env, file.processes)
+    else:
+        problems += launch_problems(env, {}, config.distributed, config.training)
+    raise_any(problems, str(path))
+    return file
+
+
+def parse_launch_file(path: Path, processes: int | None) -> tuple[LaunchFile, list[Problem]]:
+    """Read a file; return it with the problems that no variable of a rank shows.
+
+    processes: in place of the file's number
+
+    Raises UserError for a file that cannot be read, or does not tell the number of processes.
     """
     values = _values(path)
     asked = processes if processes is not None else values.get("num_processes")
     problems = [*_kind(values, asked), *check_sections(values), *_machines(values, asked)]
     if not isinstance(asked, int) or asked < 1:
         expected = "a whole number ≥ 1: the processes of all machines together"
-        problems.append(Problem("num_processes", asked, expected, "or --processes N"))
-    else:
-        problems += unsupported_problems(variables_of(values, asked), asked)
-    if problems or not isinstance(asked, int):
-        raise UserError(*problems, where=str(path))
-    return LaunchFile(path, asked, values)
+        wrong = Problem("num_processes", asked, expected, "or --processes N")
+        raise UserError(*problems, wrong, where=str(path))
+    return LaunchFile(path, asked, values), problems
 
 
 def _values(path: Path) -> dict[str, object]:

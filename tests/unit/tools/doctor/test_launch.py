@@ -74,7 +74,7 @@ def test_di_06_a_default_config_that_nobody_named_is_a_warning(tmp_path, monkeyp
 
 
 def test_what_a_file_starts_is_said():
-    looked = launches.describe_launch(case(launch={"num_processes": 2}).launch, None)
+    looked = launches.describe_launch(case(launch={"num_processes": 2}).launch)
     assert looked.state == "ok"
     assert looked.found == "accelerate.yaml: 2 processes on this machine, NO"
 
