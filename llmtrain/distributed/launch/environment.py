@@ -193,10 +193,16 @@ def _other_than(
 ) -> Iterator[Problem]:
     """Yield problems where the launch contradicts the config."""
     yield from _strategy(env, distributed.strategy)
-    yield from _precision(env, training.precision)
-    if named_family(env) == "fsdp":
-        yield from _wrapping(env, distributed.wrap_class)
-    elif named_family(env) == "zero":
+    if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and training.precision == "fp32":
+        expected = "bf16, as mixed_precision in the accelerate file"  # `no` is only its default
+        remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
+        yield Problem("training.precision", "fp32", expected, remedy)
+    key, asked = "fsdp_transformer_layer_cls_to_wrap", distributed.wrap_class
+    if named_family(env) == "fsdp" and (launched := value(env, key) or asked) != asked:
+        expected = f"{asked}, as distributed.wrap_class says, or no such key"
+        remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
+        yield Problem(key, launched, expected, remedy)
+    if named_family(env) == "zero":
         yield from _clipping(env, training.max_grad_norm)
     yield from check_batch(training, world_size(env))
 
@@ -215,22 +221,6 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
         mesh = hsdp_mesh(env, world_size(env))
         if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
             yield from one_sided("distributed.strategy", mesh)
-
-
-def _precision(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    """Yield a problem for fp32 in a launch with bf16. `no` is only accelerate's default."""
-    if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and asked == "fp32":
-        expected = "bf16, as mixed_precision in the accelerate file"
-        remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
-        yield Problem("training.precision", asked, expected, remedy)
-
-
-def _wrapping(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    launched = value(env, "fsdp_transformer_layer_cls_to_wrap") or asked
-    if launched != asked:
-        expected = f"{asked}, as distributed.wrap_class says, or no such key"
-        remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
-        yield Problem("fsdp_transformer_layer_cls_to_wrap", launched, expected, remedy)
 
 
 def _clipping(env: Mapping[str, str], asked: float | None) -> Iterator[Problem]:

@@ -310,7 +310,8 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
     """
     moved = one.world_size != other.world_size
     sizes = {one.micro_batch_size, other.micro_batch_size}
-    if (moved or len(sizes) > 1) and sizes != {1} and _has_router_loss(run_dir):
+    routed = any("router_loss" in line for line in record.record(run_dir))
+    if (moved or len(sizes) > 1) and sizes != {1} and routed:
         return (
             "losses were not compared: a router's loss depends on which blocks are in a "
             "micro-batch together, and these were others; with training.micro_batch_size=1 they "
@@ -325,10 +326,6 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
         if "drop" in key and isinstance(value, float) and value > 0:
             return f"losses were not compared: {key} draws otherwise with other processes"
     return ""
-
-
-def _has_router_loss(run_dir: Path) -> bool:
-    return any("router_loss" in line for line in record.record(run_dir) if line["kind"] == "train")
 
 
 def _last(run_dir: Path) -> Path:

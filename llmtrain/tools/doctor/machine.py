@@ -345,7 +345,6 @@ def extensions(context: DoctorContext) -> Verdict:
 
 
 _REACH_SECONDS = 5.0
-_HELLO = b"hello"
 
 
 def environment(context: DoctorContext) -> Verdict:
@@ -393,18 +392,10 @@ def rendezvous(context: DoctorContext) -> Verdict:
 
 
 def _free_port() -> Verdict:
-    """Bind a free port of this machine and send some bytes through it."""
+    """Bind a free port of this machine and connect to it; bytes are sent by `all_reduce`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(_REACH_SECONDS)
         port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), _REACH_SECONDS) as client:
-            client.sendall(_HELLO)
-            heard, _ = server.accept()
-            with heard:
-                heard.settimeout(_REACH_SECONDS)
-                if heard.recv(len(_HELLO)) != _HELLO:
-                    found = f"port {port} of 127.0.0.1 does not say what was sent"
-                    return error(found, "look for a proxy or firewall on the loopback device")
+        socket.create_connection(("127.0.0.1", port), _REACH_SECONDS).close()
     return ok(f"port {port} of 127.0.0.1 is free and answers")
 
 
