@@ -55,6 +55,7 @@ from llmtrain.training.start import claim
 
 if TYPE_CHECKING:
     from llmtrain.model.base import Base
+    from llmtrain.model.tokenizer import SpecialTokens
     from llmtrain.training.start.planning import PaperModel
 
 T = TypeVar("T")
@@ -280,16 +281,15 @@ def _base(config: Config) -> Base | None:
 
 def model(context: DoctorContext) -> Verdict:
     """Describe the model and the tokenizer, and check that they agree on the end of a text."""
-    from llmtrain.training.start.planning import tokens_of
-
-    config, paper = context.run, _paper(context)
-    if isinstance(paper, Verdict):
-        return paper
-    own, tokens = paper.config.get_text_config(), tokens_of(config, config.run_dir, _base(config))
-    trained = isinstance(config.model.tokenizer, TrainTokenizer)
+    described = _describe(context)
+    if isinstance(described, Verdict):
+        return described
+    paper, tokens = described
+    own, trained = paper.config.get_text_config(), context.run.model.tokenizer
     found = (
         f"{paper.config.model_type}, {paper.shape.count:,} parameters, {own.vocab_size:,} rows; "
-        f"a tokenizer of {tokens.length:,} entries{', trained at the start' * trained}"
+        f"a tokenizer of {tokens.length:,} entries"
+        f"{', trained at the start' * isinstance(trained, TrainTokenizer)}"
     )
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     if ends in ([], [None]) or tokens.eos in ends:
@@ -299,24 +299,25 @@ def model(context: DoctorContext) -> Verdict:
 
 
 @lru_cache(maxsize=1)
-def _paper(context: DoctorContext) -> PaperModel | Verdict:
-    """Describe the model once, even if that fails: two checks use it."""
-    from llmtrain.training.start.planning import describe, this_machine
+def _describe(context: DoctorContext) -> tuple[PaperModel, SpecialTokens] | Verdict:
+    """Describe model and tokenizer once, even if that fails: two checks use it."""
+    from llmtrain.training.start.planning import describe, this_machine, tokens_of
 
-    def work() -> PaperModel:
-        config, hardware = context.run, this_machine(context.run, _rank(context))
-        return describe(config, hardware, config.run_dir, _base(config))
+    def work() -> tuple[PaperModel, SpecialTokens]:
+        config, base = context.run, _base(context.run)
+        paper = describe(config, this_machine(config, _rank(context)), config.run_dir, base)
+        return paper, tokens_of(config, config.run_dir, base)
 
     return run_check(lambda: _in_time(work))
 
 
 def disk(context: DoctorContext) -> Verdict:
     """Check the space for the checkpoints to keep. Raises UserError if there is too little."""
-    paper, run_dir = _paper(context), context.run.run_dir
-    if isinstance(paper, Verdict):
+    described, run_dir = _describe(context), context.run.run_dir
+    if isinstance(described, Verdict):
         return warning("a checkpoint's size is not known: the model is not", "see the line model")
     keep, steps = context.run.checkpoint, context.run.training.steps
-    once = checkpoint_bytes(paper.shape)
+    once = checkpoint_bytes(described[0].shape)
     count = once // int(keep.shard_gb * 2**30) + 1 + _SMALL_FILES
     needed = files.check_room(run_dir / contents.CHECKPOINTS, keep, steps or 0, once, count)
     free = shutil.disk_usage(_existing(run_dir)).free
