@@ -20,7 +20,7 @@ from llmtrain.cli.options import show as print_lines
 from llmtrain.text import fit, harmless, wrap
 
 if TYPE_CHECKING:
-    from llmtrain.tools.doctor.case import Verdict
+    from llmtrain.tools.doctor.context import Verdict
 
 _STATE, _NAME = 9, 13  # columns
 _COLOURS = {"ok": "32", "warning": "33", "error": "31"}

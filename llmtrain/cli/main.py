@@ -33,7 +33,7 @@ from llmtrain.errors import NOT_ON_WINDOWS, UserError
 from llmtrain.text import harmless
 
 if TYPE_CHECKING:
-    from llmtrain.tools.launch.launch import Ended
+    from llmtrain.tools.launch.child import Ended
 
 _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"

@@ -23,7 +23,7 @@ from llmtrain.errors import DISK_FAILED, PeerError, Problem, RunError, UserError
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, column
 from llmtrain.text import count, duration, first_line, fit, fixed, harmless, percent, short
-from llmtrain.tools.launch.launch import leave_words, repeat_after_launcher
+from llmtrain.tools.launch.child import repeat_after_launcher, write_exit_report
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -189,7 +189,7 @@ def _tell_launcher(error: Exception) -> None:
 def _leave(code: int, message: str) -> NoReturn:
     """Write the last message, flush and exit, without finalising the interpreter."""
     with contextlib.suppress(OSError, ValueError):  # the stream is closed, so nobody reads it
-        if not leave_words(os.environ, code, message) and message:
+        if not write_exit_report(os.environ, code, message) and message:
             print(message, file=sys.stderr)
             if code == UserError.exit_code:
                 repeat_after_launcher(os.environ, message)

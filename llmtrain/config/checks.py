@@ -200,7 +200,9 @@ def check_micro_batch(training: TrainingConfig) -> list[Problem]:
 
 
 def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
-    """Check that the global batch can be split over `world_size` processes."""
+    """Check that the global batch can be split over `world_size` processes, and micro-batches."""
+    if world_size == 1:
+        return check_micro_batch(training)
     micro, total = training.micro_batch_size, training.global_batch_size
     unit = world_size * (1 if micro == "auto" else micro)
     if total % unit == 0:

@@ -43,10 +43,7 @@ def save_tokenizer(path: str, revision: str | None, directory: Path) -> None:
 
     Raises UserError if it cannot be loaded, needs its own code or is not a fast tokenizer.
     """
-    tokenizer = load(path, revision)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        expected = "a fast tokenizer (one with a tokenizer.json)"
-        raise UserError(Problem("model.tokenizer", path, expected))
+    tokenizer = _load_fast(path, revision)
     tokenizer.init_kwargs.pop("auto_map", None)  # code of its own, which nobody should run later
     tokenizer.save_pretrained(directory)
 
@@ -150,8 +147,16 @@ def _facts_of(path: str, revision: str | None) -> _Facts:
 
 @lru_cache(maxsize=2)  # the base's and the run's
 def _load_facts(path: str, revision: str | None, stamps: tuple[tuple[str, int], ...]) -> _Facts:
-    found = load(path, revision)
+    found = _load_fast(path, revision)
     return _Facts(found.get_vocab(), found.bos_token_id, found.eos_token_id, found.pad_token_id)
+
+
+def _load_fast(path: str, revision: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = load(path, revision)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        expected = "a fast tokenizer (one with a tokenizer.json)"
+        raise UserError(Problem("model.tokenizer", path, expected))
+    return tokenizer
 
 
 def load(path: str, revision: str | None) -> Any:

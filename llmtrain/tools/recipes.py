@@ -15,7 +15,8 @@ from pathlib import Path
 
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
-from llmtrain.tools.launch.launch import Ended, launch
+from llmtrain.tools.launch.child import Ended
+from llmtrain.tools.launch.launch import launch
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _LAUNCH = "accelerate_configs"

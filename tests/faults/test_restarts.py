@@ -20,9 +20,9 @@ LAUNCH = [
 TRAIN = str(ROOT / "scripts" / "train.py")
 SUPERVISE = """
 import sys
-from llmtrain.tools.launch.supervise import Patience, supervise
+from llmtrain.tools.launch.supervise import Waits, supervise
 say = lambda line: print("supervise:", line, flush=True)
-sys.exit(supervise(sys.argv[1:], None, say, Patience(first=0.1)).exit_code)
+sys.exit(supervise(sys.argv[1:], None, say, Waits(first=0.1)).exit_code)
 """
 SHORT = {"training__steps": 8, "checkpoint__every_steps": 2, "evaluation__every_steps": 1000}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers.config import SMALLEST, loaded
 
-from llmtrain.tools.doctor.case import Case
+from llmtrain.tools.doctor.context import DoctorContext
 from llmtrain.tools.launch.file import LaunchFile
 
 SMALL = """\
@@ -24,7 +24,7 @@ def case(
     launch: dict | None = None,
     env: dict[str, str] | None = None,
     clock_was_set_by: float = 0.0,
-) -> Case:
+) -> DoctorContext:
     """folder: with a config there, whose run would live in it too; None = no config."""
     config = None
     if folder is not None:
@@ -35,4 +35,4 @@ def case(
         file = LaunchFile(Path("accelerate.yaml"), values.get("num_processes", 2), values)
     own = {**os.environ, **(env or {})}
     wall = time.time() - clock_was_set_by  # noqa: TID251  # a time stamp
-    return Case(config, file, own, wall, time.monotonic())
+    return DoctorContext(config, file, own, wall, time.monotonic())

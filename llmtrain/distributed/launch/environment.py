@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.config.checks import check_batch
+from llmtrain.config.checks import check_batch, check_micro_batch
 from llmtrain.distributed.launch.named import (
     example,
     hsdp_mesh,
@@ -62,14 +62,24 @@ def check_environment(
     ACCELERATE_USE_DEEPSPEED into the environment.
     """
     check_docstrings(sys.flags.optimize)
-    problems = launcher_problems(env)
-    if not problems:  # otherwise the number of processes may be wrong
-        found = [
-            *unsupported_problems(env, world_size(env)),
-            *contradictions(env, distributed, training),
-        ]
-        problems = list(with_variables(found, env))
-    raise_any(problems, _WHERE)
+    raise_any(launch_problems(env, env, distributed, training), _WHERE)
+
+
+def launch_problems(
+    env: Mapping[str, str],
+    exported: Mapping[str, str],
+    distributed: DistributedConfig,
+    training: TrainingConfig,
+) -> list[Problem]:
+    """Return why a launch is refused, by the variables that its ranks get.
+
+    env: variables of a rank
+    exported: those of them that do not come from a file of accelerate, and are named in messages
+    """
+    if problems := launcher_problems(exported):  # the number of processes may be wrong
+        return [*problems, *check_micro_batch(training)]
+    found = [*unsupported_problems(env, world_size(env)), *_other_than(env, distributed, training)]
+    return list(with_variables(found, exported))
 
 
 def check_docstrings(optimize: int) -> None:
@@ -178,15 +188,21 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def contradictions(
+def _other_than(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
     """Yield problems where the launch contradicts the config."""
     yield from _strategy(env, distributed.strategy)
-    yield from _precision(env, training.precision)
-    if named_family(env) == "fsdp":
-        yield from _wrapping(env, distributed.wrap_class)
-    elif named_family(env) == "zero":
+    if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and training.precision == "fp32":
+        expected = "bf16, as mixed_precision in the accelerate file"  # `no` is only its default
+        remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
+        yield Problem("training.precision", "fp32", expected, remedy)
+    key, asked = "fsdp_transformer_layer_cls_to_wrap", distributed.wrap_class
+    if named_family(env) == "fsdp" and (launched := value(env, key) or asked) != asked:
+        expected = f"{asked}, as distributed.wrap_class says, or no such key"
+        remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
+        yield Problem(key, launched, expected, remedy)
+    if named_family(env) == "zero":
         yield from _clipping(env, training.max_grad_norm)
     yield from check_batch(training, world_size(env))
 
@@ -205,22 +221,6 @@ def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
         mesh = hsdp_mesh(env, world_size(env))
         if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
             yield from one_sided("distributed.strategy", mesh)
-
-
-def _precision(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    """Yield a problem for fp32 in a launch with bf16. `no` is only accelerate's default."""
-    if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and asked == "fp32":
-        expected = "bf16, as mixed_precision in the accelerate file"
-        remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
-        yield Problem("training.precision", asked, expected, remedy)
-
-
-def _wrapping(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    launched = value(env, "fsdp_transformer_layer_cls_to_wrap") or asked
-    if launched != asked:
-        expected = f"{asked}, as distributed.wrap_class says, or no such key"
-        remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
-        yield Problem("fsdp_transformer_layer_cls_to_wrap", launched, expected, remedy)
 
 
 def _clipping(env: Mapping[str, str], asked: float | None) -> Iterator[Problem]:

@@ -244,7 +244,9 @@ def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Itera
     """
     for problem in problems:
         known = _VARIABLES.get(problem.key) or (VARIABLES.get(problem.key),)
-        names = [name for name in known if name and _is_on(env, name)]
+        # A switch counts if it is on, any other variable if it is set.
+        on = (name for name in known if name and (is_true(env, name) or "_USE_" not in name))
+        names = [name for name in on if name in env]
         if not names:
             yield problem
             continue
@@ -253,11 +255,6 @@ def with_variables(problems: Iterable[Problem], env: Mapping[str, str]) -> Itera
             remedy = f"unset {names[0]}" + (f", or {remedy}" if remedy else "")
         expected = f"{problem.expected}; it comes from the variable {names[0]}"
         yield replace(problem, expected=expected, remedy=remedy)
-
-
-def _is_on(env: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is set, or, for a switch, whether it is on."""
-    return is_true(env, name) if "_USE_" in name else name in env
 
 
 def number(env: Mapping[str, str], name: str) -> int:

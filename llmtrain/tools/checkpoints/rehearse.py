@@ -35,7 +35,7 @@ from llmtrain.config.schema import Config
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import FrozenChoices, read_status
-from llmtrain.tools.launch.launch import has_gpu, launch, launch_problems
+from llmtrain.tools.launch.launch import has_gpu, launch, plain_launch_problems
 
 KILL_AT = 6
 TOLERANCE = 1e-5  # of a loss, where sums are computed in another order
@@ -199,7 +199,9 @@ def _processes(config: Config) -> int:
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
     """Raise UserError with every problem for which a launch of these configs would be refused."""
-    found = [one for config, size in launches for one in launch_problems(config, size, os.environ)]
+    found = [
+        one for config, size in launches for one in plain_launch_problems(config, size, os.environ)
+    ]
     problems = list(dict.fromkeys(found))
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"
@@ -308,7 +310,8 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
     """
     moved = one.world_size != other.world_size
     sizes = {one.micro_batch_size, other.micro_batch_size}
-    if (moved or len(sizes) > 1) and sizes != {1} and _has_router_loss(run_dir):
+    routed = any("router_loss" in line for line in record.record(run_dir))
+    if (moved or len(sizes) > 1) and sizes != {1} and routed:
         return (
             "losses were not compared: a router's loss depends on which blocks are in a "
             "micro-batch together, and these were others; with training.micro_batch_size=1 they "
@@ -323,10 +326,6 @@ def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
         if "drop" in key and isinstance(value, float) and value > 0:
             return f"losses were not compared: {key} draws otherwise with other processes"
     return ""
-
-
-def _has_router_loss(run_dir: Path) -> bool:
-    return any("router_loss" in line for line in record.record(run_dir) if line["kind"] == "train")
 
 
 def _last(run_dir: Path) -> Path:

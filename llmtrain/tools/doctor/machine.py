@@ -19,7 +19,6 @@ error line here. They exit by `os._exit`, as gloo's threads may outlive the inte
 from __future__ import annotations
 
 import errno
-import functools
 import ipaddress
 import os
 import platform
@@ -35,6 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,10 +49,19 @@ from llmtrain.distributed.launch.environment import (
     launcher_variables,
     world_size,
 )
-from llmtrain.distributed.launch.named import example
+from llmtrain.distributed.launch.named import example, is_true
 from llmtrain.metrics.trackers import check_installed
 from llmtrain.text import size
-from llmtrain.tools.doctor.case import Case, Verdict, attempt, error, join, ok, refusal, warning
+from llmtrain.tools.doctor.context import (
+    DoctorContext,
+    Verdict,
+    error,
+    join,
+    ok,
+    refusal,
+    run_check,
+    warning,
+)
 from llmtrain.tools.launch.file import LaunchFile
 from llmtrain.tools.launch.launch import has_gpu
 
@@ -81,55 +90,53 @@ TESTED = {
 }
 
 
-def devices(case: Case) -> Verdict:
+def devices(context: DoctorContext) -> Verdict:
     """Check the GPUs and their memory, or the CPU, by a matrix product in fp32 and in bf16."""
     import torch
 
     from llmtrain.distributed.engines.accelerator import cpu_rates
 
-    if count := gpus(case):
-        looked = [attempt(functools.partial(_gpu, index)) for index in range(count)]
+    if count := gpus(context):
+        looked = [run_check(partial(_gpu, index)) for index in range(count)]
         broken = [
             error(f"GPU {index}: {one.found}", one.remedy)
             for index, one in enumerate(looked)
             if isinstance(one, Verdict)
         ]
-        return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], case), *broken])
+        return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], context), *broken])
     rates = cpu_rates()
-    found = f"{_threads(case)}; {rates}: precision auto is {rates.faster}"
+    found = f"{_threads(context)}; {rates}: precision auto is {rates.faster}"
     if sys.platform == "darwin":
         return ok(f"macOS: training is on the CPU, never on Apple's GPU; {found}")
-    if has_gpu(case.env):
+    if has_gpu(context.env):
         built = torch.version.cuda or torch.version.hip or "without any"
         unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
         remedy = "install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES=''"
         return warning(f"{unused}; {found}", remedy)
-    if case.launch and not case.launch.on_cpu and case.processes > case.machines:
-        here = case.processes // case.machines
-        meant = f"no GPU, though the launch file is for {here} of them here"
+    if context.launch and not context.launch.on_cpu and context.here > 1:
+        meant = f"no GPU, though the launch file is for {context.here} of them here"
         return warning(f"{meant}; {found}", "use_cpu: true if a rehearsal on processors is meant")
     return ok(f"no GPU; {found}")
 
 
-def _threads(case: Case) -> str:
+def _threads(context: DoctorContext) -> str:
     """Return the cores of this machine, and with how many threads a process of the run computes."""
-    here = max(1, case.processes // case.machines)
-    env = dict(case.env) | {"LOCAL_WORLD_SIZE": str(here)}
-    asked = case.config.training.threads if case.config else "auto"
+    env = {**context.env, "LOCAL_WORLD_SIZE": str(context.here)}
+    asked = context.config.training.threads if context.config else "auto"
     threads, usable = system.decide_threads(asked, None, env), system.cores()
     plural = "s" if threads.count > 1 else ""
-    why = "" if usable.why in threads.why and here == 1 else f" ({threads.why})"
+    why = "" if usable.why in threads.why and context.here == 1 else f" ({threads.why})"
     return f"{usable.why}; {threads.count} thread{plural} a process{why}"
 
 
-def gpus(case: Case) -> int:
+def gpus(context: DoctorContext) -> int:
     """Return how many GPUs a run would use on this machine."""
     import torch
 
-    asked_cpu = case.env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    if asked_cpu or (case.launch and case.launch.on_cpu) or not torch.cuda.is_available():
-        return 0
-    return torch.cuda.device_count()
+    on_cpu = is_true(context.env, "ACCELERATE_USE_CPU") or (
+        context.launch and context.launch.on_cpu
+    )
+    return torch.cuda.device_count() if torch.cuda.is_available() and not on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ def _gpu(index: int) -> Gpu:
     return Gpu(index, torch.cuda.get_device_name(device), total, free, bf16, _speeds(device))
 
 
-def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
+def _by_kind(found: Sequence[Gpu], context: DoctorContext) -> Iterator[Verdict]:
     """Yield a verdict for each kind of GPU, and one for each problem of them or their number."""
     kinds: dict[tuple[str, int], list[Gpu]] = {}
     for gpu in found:
@@ -176,12 +183,12 @@ def _by_kind(found: Sequence[Gpu], case: Case) -> Iterator[Verdict]:
         if gpu.free < 0.9 * gpu.total:
             held = f"GPU {gpu.index}: {size(gpu.total - gpu.free)} are held by other processes"
             yield warning(held, "see nvidia-smi, or choose others by CUDA_VISIBLE_DEVICES")
-        if case.config and case.config.training.precision == "bf16" and not gpu.bf16:
+        if context.config and context.config.training.precision == "bf16" and not gpu.bf16:
             yield error(f"GPU {gpu.index} does not compute in bf16", "training.precision=fp32")
-    here, there = case.processes // case.machines, len(found)
-    if case.launch and here > there:  # each process of the launch file needs a GPU of its own
-        more = f"{here} processes on this machine (num_processes {case.processes}), {there} GPUs"
-        yield error(more, f"num_processes: {there * case.machines}, or use_cpu: true")
+    here, count = context.here, len(found)
+    if context.launch and here > count:  # each process of the launch file needs a GPU of its own
+        more = f"{here} processes on this machine (num_processes {context.processes}), {count} GPUs"
+        yield error(more, f"num_processes: {count * context.machines}, or use_cpu: true")
 
 
 def _speeds(device: torch.device) -> str:
@@ -203,7 +210,7 @@ def _seconds(matrix: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def memory(_case: Case) -> Verdict:
+def memory(_context: DoctorContext) -> Verdict:
     """Check how much of the host's memory is available, within this process's limit."""
     import psutil
 
@@ -220,13 +227,13 @@ def memory(_case: Case) -> Verdict:
     return ok(found)
 
 
-def limits(case: Case) -> Verdict:
+def limits(context: DoctorContext) -> Verdict:
     """Check the limits of this session: open files, processes and shared memory."""
     verdicts = [
         _limit(resource.RLIMIT_NOFILE, "open files", "ulimit -n 65536"),
         _limit(resource.RLIMIT_NPROC, "processes and threads", "ulimit -u 65536"),
     ]
-    if gpus(case) > 1 and SHARED_MEMORY.is_dir():
+    if gpus(context) > 1 and SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
         found = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
@@ -242,23 +249,23 @@ def _limit(which: int, what: str, remedy: str) -> Verdict:
     return ok(found) if soft >= _LEAST_LIMIT else warning(found, remedy)
 
 
-def versions(case: Case) -> Verdict:
+def versions(context: DoctorContext) -> Verdict:
     """Check the libraries against the tested releases, and for the packages of the trackers."""
-    if case.config:
-        check_installed(case.config.logging.trackers)
-    looked = [_version(name, releases, case) for name, releases in TESTED.items()]
+    if context.config:
+        check_installed(context.config.logging.trackers)
+    looked = [_version(name, releases, context) for name, releases in TESTED.items()]
     return join([ok(f"Python {platform.python_version()}"), *looked])
 
 
-def _version(name: str, releases: Sequence[str], case: Case) -> Verdict:
+def _version(name: str, releases: Sequence[str], context: DoctorContext) -> Verdict:
     try:
         there = metadata.version(name)
     except metadata.PackageNotFoundError:
         if name != "deepspeed":
             return error(f"no {name}", f"pip install {name}")
-        if family(case.strategy) != "zero":
+        if family(context.strategy) != "zero":
             return ok("no deepspeed (only the zero strategies need it)")
-        found = f"no deepspeed, which distributed.strategy {case.strategy} is"
+        found = f"no deepspeed, which distributed.strategy {context.strategy} is"
         return error(found, INSTALL_DEEPSPEED)
     found, release = f"{name} {there}", _release(there)
     tested = [_release(one) for one in releases]
@@ -276,23 +283,23 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
-def compiler(case: Case) -> Verdict:
+def compiler(context: DoctorContext) -> Verdict:
     """Check what DeepSpeed builds its extensions with, by compiling: headers may be missing."""
     missing = [*_without_compiler(), *([] if shutil.which("ninja") else ["no ninja in PATH"])]
     if not missing:
         return ok("C++ compiler, Python's headers and ninja build extensions")
     found = ", ".join(missing)
     remedy = "install g++, Python's headers (python3-dev) and ninja, and activate the environment"
-    if _builds(case):
-        return error(f"{found}: {case.strategy} builds DeepSpeed's Adam", remedy)
-    if case.strategy == _OFFLOAD or (case.strategy == "auto" and gpus(case)):
+    if _builds(context):
+        return error(f"{found}: {context.strategy} builds DeepSpeed's Adam", remedy)
+    if context.strategy == _OFFLOAD or (context.strategy == "auto" and gpus(context)):
         return warning(f"{found}: {_OFFLOAD} is out of reach on GPUs", remedy)
     return ok(f"{found} (only {_OFFLOAD} on GPUs needs a compiler)")
 
 
-def _builds(case: Case) -> bool:
+def _builds(context: DoctorContext) -> bool:
     """Whether the run compiles an extension. On CPUs torch's own Adam is used instead."""
-    return case.strategy == _OFFLOAD and gpus(case) > 0
+    return context.strategy == _OFFLOAD and gpus(context) > 0
 
 
 def _without_compiler() -> list[str]:
@@ -319,56 +326,55 @@ def _without_compiler() -> list[str]:
     return [f"{name} does not compile: {lines[0].strip()}"]
 
 
-def extensions(case: Case) -> Verdict:
+def extensions(context: DoctorContext) -> Verdict:
     """Check for left-over locks among torch's extensions: each blocks every later build."""
     from torch.utils import cpp_extension
 
     from llmtrain.distributed.engines.zero import stale_locks
 
-    own = case.env.get("TORCH_EXTENSIONS_DIR")  # by default one for each Python and torch
+    own = context.env.get("TORCH_EXTENSIONS_DIR")  # by default one for each Python and torch
     default = Path(cpp_extension.get_default_build_root())
     folders = [Path(own)] if own else sorted(default.glob("*"))
-    left = [lock for folder in folders for lock in stale_locks(folder, case.env)]
+    left = [lock for folder in folders for lock in stale_locks(folder, context.env)]
     if not left:
         return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
     found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
-    return (error if _builds(case) else warning)(found, remedy)
+    return (error if _builds(context) else warning)(found, remedy)
 
 
 _REACH_SECONDS = 5.0
-_HELLO = b"hello"
 
 
-def environment(case: Case) -> Verdict:
+def environment(context: DoctorContext) -> Verdict:
     """Check for variables that a launcher left behind, or that contradict the config."""
-    if "LOCAL_RANK" in case.env and (size := world_size(case.env)) > 1:
+    if "LOCAL_RANK" in context.env and (size := world_size(context.env)) > 1:
         found = (
-            f"RANK = {case.env.get('RANK')}, WORLD_SIZE = {size}: a launcher started this, or left "
-            f"its variables behind, and llmtrain train would wait for {awaited(case.env)}"
+            f"RANK = {context.env.get('RANK')}, WORLD_SIZE = {size}: a launcher started this, or "
+            f"left its variables behind, and llmtrain train would wait for {awaited(context.env)}"
         )
-        names = " ".join(launcher_variables(case.env))
+        names = " ".join(launcher_variables(context.env))
         return error(found, f"unset {names}; under a launcher: start llmtrain doctor by itself")
-    if "LOCAL_RANK" in case.env:
-        found = f"LOCAL_RANK = {case.env['LOCAL_RANK']}: a launcher started this"
+    if "LOCAL_RANK" in context.env:
+        found = f"LOCAL_RANK = {context.env['LOCAL_RANK']}: a launcher started this"
         return warning(found, "start llmtrain doctor by itself, once on each machine")
-    if case.config is None or case.launch is not None:
-        problems = launcher_problems(case.env)
+    if context.config is None or context.launch is not None:
+        problems = launcher_problems(context.env)
         return refusal(problems) if problems else ok("no traces of a launcher")
-    check_environment(case.env, case.config.distributed, case.config.training)
+    check_environment(context.env, context.config.distributed, context.config.training)
     return ok("nothing that contradicts the config, no traces of a launcher")
 
 
-def default_file(case: Case) -> Verdict:
+def default_file(context: DoctorContext) -> Verdict:
     """Check for the config file that accelerate uses when none is named."""
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
     if not path.is_file():
         return ok("no default config of accelerate")
-    if case.launch is not None:
-        return ok(f"{path} is there; {case.launch.path} is named and takes its place")
+    if context.launch is not None:
+        return ok(f"{path} is there; {context.launch.path} is named and takes its place")
     found = f"accelerate launch without --config_file takes {path}, which nobody named"
     return warning(found, f"name one: --config_file FILE, such as {example('ddp')}")
 
@@ -380,30 +386,22 @@ def describe_launch(file: LaunchFile) -> Verdict:
     return ok(f"{file.path}: {count} {machines}, {file.values.get('distributed_type', 'NO')}")
 
 
-def rendezvous(case: Case) -> Verdict:
+def rendezvous(context: DoctorContext) -> Verdict:
     """Check whether ranks can meet: on a free port here, and at the launch file's address."""
-    return join([_free_port(), *_own_name(case), *_named_address(case)])
+    return join([_free_port(), *_own_name(context), *_named_address(context)])
 
 
 def _free_port() -> Verdict:
-    """Bind a free port of this machine and send some bytes through it."""
+    """Bind a free port of this machine and connect to it; bytes are sent by `all_reduce`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(_REACH_SECONDS)
         port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), _REACH_SECONDS) as client:
-            client.sendall(_HELLO)
-            heard, _ = server.accept()
-            with heard:
-                heard.settimeout(_REACH_SECONDS)
-                if heard.recv(len(_HELLO)) != _HELLO:
-                    found = f"port {port} of 127.0.0.1 does not say what was sent"
-                    return error(found, "look for a proxy or firewall on the loopback device")
+        socket.create_connection(("127.0.0.1", port), _REACH_SECONDS).close()
     return ok(f"port {port} of 127.0.0.1 is free and answers")
 
 
-def _own_name(case: Case) -> Iterator[Verdict]:
+def _own_name(context: DoctorContext) -> Iterator[Verdict]:
     """Warn if other machines cannot reach this one by its name, which accelerate gives to them."""
-    if case.machines == 1:
+    if context.machines == 1:
         return
     name = socket.gethostname()
     addresses = _addresses(name)
@@ -414,8 +412,8 @@ def _own_name(case: Case) -> Iterator[Verdict]:
         yield warning(found, f"{remedy} (DNS or /etc/hosts)")
 
 
-def _named_address(case: Case) -> Iterator[Verdict]:
-    values = case.launch.values if case.launch else {}
+def _named_address(context: DoctorContext) -> Iterator[Verdict]:
+    values = context.launch.values if context.launch else {}
     name, port = values.get("main_process_ip"), values.get("main_process_port")
     if name is None and not isinstance(port, int):
         return
@@ -423,11 +421,11 @@ def _named_address(case: Case) -> Iterator[Verdict]:
     addresses = _addresses(host)
     if not addresses:
         yield error(f"main_process_ip {host} is no address", "the first machine's name or address")
-    elif case.machines > 1 and ipaddress.ip_address(addresses[0]).is_loopback:
+    elif context.machines > 1 and ipaddress.ip_address(addresses[0]).is_loopback:
         found = f"main_process_ip {host} ({addresses[0]}) is every machine's own loopback"
         yield error(found, "the address of the first machine that the others reach it by")
     elif isinstance(port, int):
-        yield _port(host, addresses[0], port, case)
+        yield _port(host, addresses[0], port, context)
 
 
 def _addresses(host: str) -> list[str]:
@@ -438,7 +436,7 @@ def _addresses(host: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
-def _port(host: str, address: str, port: int, case: Case) -> Verdict:
+def _port(host: str, address: str, port: int, context: DoctorContext) -> Verdict:
     """Bind the port if the address is this machine's; else try to connect to it."""
     place = f"{host}:{port}"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -450,16 +448,18 @@ def _port(host: str, address: str, port: int, case: Case) -> Verdict:
             tried.bind((address, port))
         except OSError as failed:
             if failed.errno == errno.EADDRNOTAVAIL:
-                return _knock(place, address, port, case)
+                return _knock(place, address, port, context)
             found = f"{place} cannot be bound: {failed.strerror}"
             return error(found, "main_process_port: another one, or end what listens there")
     return ok(f"{place} is this machine's, and free")
 
 
-def _knock(place: str, address: str, port: int, case: Case) -> Verdict:
+def _knock(place: str, address: str, port: int, context: DoctorContext) -> Verdict:
     """Connect to a port of another machine: it must answer, but nothing needs to listen yet."""
-    rank = case.launch.values.get("machine_rank") if case.launch else None
-    if case.machines == 1 or (rank == 0 and case.launch and case.launch.rendezvous == "static"):
+    rank = context.launch.values.get("machine_rank") if context.launch else None
+    if context.machines == 1 or (
+        rank == 0 and context.launch and context.launch.rendezvous == "static"
+    ):
         found = f"{place} is not an address of this machine, where rank 0 would listen"
         return error(found, "main_process_ip: an address of this machine")
     try:
@@ -479,17 +479,17 @@ _ANSWER = "seconds:"
 ALLOWED_SECONDS = 180.0  # with the import of torch on a busy machine
 
 
-def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
+def all_reduce(context: DoctorContext, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
     """Sum 64 MiB over two processes; with NCCL if there are two GPUs, else with gloo."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-    backend = "nccl" if gpus(case) >= RANKS else "gloo"
+    backend = "nccl" if gpus(context) >= RANKS else "gloo"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "llmtrain.tools.doctor.machine"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(store.port), backend, str(allowed_seconds)],
-            env=_environment(case),
+            env=_environment(context),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -504,10 +504,10 @@ def all_reduce(case: Case, allowed_seconds: float = ALLOWED_SECONDS) -> Verdict:
             rank.communicate()
 
 
-def _environment(case: Case) -> dict[str, str]:
+def _environment(context: DoctorContext) -> dict[str, str]:
     """Return the environment without a launcher's variables, which torch would use."""
     mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in case.env.items() if name not in mine}
+    return {name: value for name, value in context.env.items() if name not in mine}
 
 
 def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: float) -> Verdict:

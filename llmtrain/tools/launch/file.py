@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse, write
-from llmtrain.distributed.launch.environment import contradictions, family
+from llmtrain.distributed.launch.environment import family, launch_problems
 from llmtrain.distributed.launch.named import SECTIONS, STRATEGIES, example, unsupported_problems
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any
@@ -75,20 +75,18 @@ def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
             yield Problem(name, None, expected, f"distributed_type: {kind}, or remove it")
         else:
             yield from _unknown(name, found, section.variables)
-    yield from _multinode(values)
-
-
-def _multinode(values: Mapping[str, object]) -> Iterator[Problem]:
-    machines = values.get("num_machines", 1)
-    if values.get("distributed_type") != "DEEPSPEED" or machines == 1:
-        return
-    launcher = _section(values, "deepspeed_config").get("deepspeed_multinode_launcher", "pdsh")
-    if launcher != "standard":
+    deepspeed, several = (
+        values.get("distributed_type") == "DEEPSPEED",
+        values.get("num_machines", 1),
+    )
+    key = "deepspeed_multinode_launcher"
+    launcher = _section(values, "deepspeed_config").get(key, "pdsh")
+    if deepspeed and several != 1 and launcher != "standard":
         expected = (
             "standard: the same command on every machine. pdsh (accelerate's default) starts all "
             "machines from one and writes the environment to ~/.deepspeed_env"
         )
-        yield Problem("deepspeed_multinode_launcher", launcher, expected)
+        yield Problem(key, launcher, expected)
 
 
 def _unknown(
@@ -117,7 +115,10 @@ def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
     return {k if k.startswith("fsdp") else f"fsdp_{k}": value for k, value in section.items()}
 
 
-_KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_MEETING = {
+    "main_process_ip": "the address of the first machine",
+    "main_process_port": "a port that is free there",
+}
 _SUPPORTED = (
     "'NO' (one process), MULTI_GPU (several, with use_cpu: true on CPUs as well), FSDP or DEEPSPEED"
 )
@@ -166,20 +167,31 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
 
     Raises UserError with every problem.
     """
+    file, problems = parse_launch_file(path, processes)
+    env = file.environment
+    if config is None:
+        problems += unsupported_problems(env, file.processes)
+    else:
+        problems += launch_problems(env, {}, config.distributed, config.training)
+    raise_any(problems, str(path))
+    return file
+
+
+def parse_launch_file(path: Path, processes: int | None) -> tuple[LaunchFile, list[Problem]]:
+    """Read a file; return it with the problems that no variable of a rank shows.
+
+    processes: in place of the file's number
+
+    Raises UserError for a file that cannot be read, or does not tell the number of processes.
+    """
     values = _values(path)
     asked = processes if processes is not None else values.get("num_processes")
     problems = [*_kind(values, asked), *check_sections(values), *_machines(values, asked)]
     if not isinstance(asked, int) or asked < 1:
         expected = "a whole number ≥ 1: the processes of all machines together"
-        problems.append(Problem("num_processes", asked, expected, "or --processes N"))
-    else:
-        env = variables_of(values, asked)
-        problems += unsupported_problems(env, asked)
-        if config is not None:
-            problems += contradictions(env, config.distributed, config.training)
-    if problems or not isinstance(asked, int):
-        raise UserError(*problems, where=str(path))
-    return LaunchFile(path, asked, values)
+        wrong = Problem("num_processes", asked, expected, "or --processes N")
+        raise UserError(*problems, wrong, where=str(path))
+    return LaunchFile(path, asked, values), problems
 
 
 def _values(path: Path) -> dict[str, object]:
@@ -195,56 +207,47 @@ def _values(path: Path) -> dict[str, object]:
     return document.value
 
 
-def _kind(values: Mapping[str, object], asked: object) -> list[Problem]:
-    kind = values.get("distributed_type", "NO")
+def _kind(values: Mapping[str, object], asked: object) -> Iterator[Problem]:
+    kind, expected, remedy = values.get("distributed_type", "NO"), _SUPPORTED, example("ddp")
     if kind == "MULTI_CPU":
-        expected = f"{_SUPPORTED}; accelerate starts one process for MULTI_CPU"
-        return [Problem("distributed_type", kind, expected, "MULTI_GPU and use_cpu: true")]
-    if kind not in _KINDS:
-        return [Problem("distributed_type", kind, _SUPPORTED, example("ddp"))]
-    if kind == "NO" and isinstance(asked, int) and asked > 1:
+        expected += "; accelerate starts one process for MULTI_CPU"
+        remedy = "MULTI_GPU and use_cpu: true"
+    elif kind == "NO" and isinstance(asked, int) and asked > 1:
         expected = f"MULTI_GPU for {asked} processes; 'NO' starts one"
-        return [Problem("distributed_type", kind, expected, example("ddp"))]
-    return []
+    elif kind in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        return
+    yield Problem("distributed_type", kind, expected, remedy)
 
 
-def _machines(values: Mapping[str, object], asked: object) -> list[Problem]:
-    machines = values.get("num_machines", 1)
-    if not isinstance(machines, int) or machines < 1:
-        return [Problem("num_machines", machines, "a whole number ≥ 1")]
-    if machines == 1:
-        return []
-    problems: list[Problem] = []
-    if isinstance(asked, int) and asked % machines:
-        expected = f"a multiple of num_machines {machines}: it counts the processes of all machines"
-        remedy = (
-            f"{asked // machines * machines or machines} or {(asked // machines + 1) * machines}"
-        )
-        problems.append(Problem("num_processes", asked, expected, remedy))
-    if values.get("main_process_ip") is None:
-        problems.append(Problem("main_process_ip", None, "the address of the first machine"))
-    if values.get("main_process_port") is None:
-        problems.append(Problem("main_process_port", None, "a port that is free there"))
-    return [*problems, *_rendezvous(values, machines)]
-
-
-def _rendezvous(values: Mapping[str, object], machines: int) -> list[Problem]:
-    """Check how machines find out which is the first one.
+def _machines(values: Mapping[str, object], asked: object) -> Iterator[Problem]:
+    """Check how machines find each other, and which is the first one.
 
     With c10d they find out by themselves; with static, the default, `machine_rank` decides. Without
     it every machine has number 0, and waits in the rendezvous without a message.
     """
-    rank = values.get("machine_rank")
-    if values.get("rdzv_backend", "static") != "static":
-        if values.get("same_network", False) is False:
-            return []
+    machines = values.get("num_machines", 1)
+    if not isinstance(machines, int) or machines < 1:
+        yield Problem("num_machines", machines, "a whole number ≥ 1")
+        return
+    if machines == 1:
+        return
+    if isinstance(asked, int) and asked % machines:
+        expected = f"a multiple of num_machines {machines}: it counts the processes of all machines"
+        less = asked // machines * machines
+        remedy = f"{less or machines} or {less + machines}"
+        yield Problem("num_processes", asked, expected, remedy)
+    for key, expected in _MEETING.items():
+        if values.get(key) is None:
+            yield Problem(key, None, expected)
+    rank, same = values.get("machine_rank"), values.get("same_network", False)
+    static = values.get("rdzv_backend", "static") == "static"
+    if not static and same is not False:
         expected = "false with rdzv_backend c10d: else accelerate does not pass the address on"
-        return [Problem("same_network", values.get("same_network"), expected)]
-    if isinstance(rank, int) and 0 <= rank < machines:
-        return []
-    expected = f"0 … {machines - 1}, another one on each machine (without it each is machine 0)"
-    remedy = "or rdzv_backend: c10d and same_network: false, which need none"
-    return [Problem("machine_rank", rank, expected, remedy)]
+        yield Problem("same_network", same, expected)
+    if static and not (isinstance(rank, int) and 0 <= rank < machines):
+        expected = f"0 … {machines - 1}, another one on each machine (without it each is machine 0)"
+        remedy = "or rdzv_backend: c10d and same_network: false, which need none"
+        yield Problem("machine_rank", rank, expected, remedy)
 
 
 _ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_configs/

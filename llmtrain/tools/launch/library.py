@@ -17,9 +17,9 @@ from typing import Any
 
 from llmtrain.config.binding import dump
 from llmtrain.config.schema import Config
-from llmtrain.errors import PeerError, Problem, RefusedError, RunError, UserError, raise_any
+from llmtrain.errors import PeerError, Problem, RefusedError, UserError, raise_any
 from llmtrain.rundir.status import Result, read_status
-from llmtrain.tools.launch.launch import Ended, identity, launch
+from llmtrain.tools.launch.launch import launch
 
 _log = logging.getLogger(__name__)
 _SHOWN = "the config"  # in messages, in place of the temporary file
@@ -33,7 +33,6 @@ def train_in_processes(config: Config, processes: int) -> Result:
     Raises UserError or RunError by the exit code of the run.
     """
     raise_any(_problems(processes))
-    before = identity(config.run_dir)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         path = Path(folder) / "config.yaml"
         # Without the defaults: the run records for each key in the file that somebody has set it.
@@ -44,11 +43,17 @@ def train_in_processes(config: Config, processes: int) -> Result:
             where = _SHOWN if error.where == str(path) else error.where
             raise UserError(*error.problems, where=where) from None
     message = ended.message.replace(str(path), _SHOWN).removeprefix("error: ")
+    if ended.exit_code == UserError.exit_code:
+        raise RefusedError(message)
     if ended.exit_code:
-        raise _error(ended.exit_code, message)
+        raise PeerError(message, ended.exit_code, rank=0)
     if message:
         _log.warning("%s", message)
-    return _result(config.run_dir, ended, began=identity(config.run_dir) != before)
+    status = read_status(config.run_dir)
+    state, reason = status.get("state"), status.get("reason")
+    if not ended.began:  # it was asked to stop before there was a rank
+        state, reason = "stopped", "signal"
+    return Result(config.run_dir, str(state), 0, reason, int(status.get("step") or 0))
 
 
 def _problems(processes: object) -> Iterator[Problem]:
@@ -68,19 +73,3 @@ def _value(tree: Any, key: str) -> object:
     for part in key.split("."):
         tree = tree[int(part) if isinstance(tree, list) else part]
     return tree
-
-
-def _error(exit_code: int, message: str) -> UserError | RunError:
-    """Return an error whose text is the message of the run."""
-    if exit_code == UserError.exit_code:
-        return RefusedError(message)
-    return PeerError(message, exit_code, rank=0)
-
-
-def _result(run_dir: Path, ended: Ended, *, began: bool) -> Result:
-    """Return how a run without an error ended. began: whether this start has written its status."""
-    status = read_status(run_dir)
-    state, reason = status.get("state"), status.get("reason")
-    if not began:  # it was asked to stop before there was a rank
-        state, reason = "stopped", "signal"
-    return Result(run_dir, str(state), ended.exit_code, reason, int(status.get("step") or 0))

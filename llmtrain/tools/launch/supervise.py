@@ -19,27 +19,30 @@ import contextlib
 import os
 import re
 import shlex
-import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint import format as form
 from llmtrain.config.secrets import HIDDEN, hider, is_secret, is_secret_name
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
-from llmtrain.rundir import contents, failures
-from llmtrain.rundir.failures import Mark
+from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock, is_held, lives_here, read
-from llmtrain.rundir.status import read_status
+from llmtrain.tools.launch.child import (
+    Ended,
+    Forward,
+    living_children,
+    passing_signals_on,
+    run_child,
+    wait_until,
+)
 from llmtrain.training.stop import GRACE
 
 if TYPE_CHECKING:
     import psutil
-
-    from llmtrain.tools.launch.launch import Forward
 
 
 _CONFIGS_OF_LAUNCHERS = ("--config_file", "--config-file", "--accelerate")
@@ -141,7 +144,6 @@ _FINAL = {
     UserError.exit_code: "the end, since the input must change first",
     DISK_FAILED: "the end, since the disk has failed",
 }
-_LOOK_SECONDS = 0.2
 _KILLED_SECONDS = 10.0
 
 Say = Callable[[str], None]
@@ -159,20 +161,6 @@ class Supervised:
     exit_code: int
     starts: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one start ended.
-
-    code: exit code of the run
-    reason: in words
-    lost_launcher: whether the ranks saved and stopped because their launcher was gone
-    """
-
-    code: int
-    reason: str
-    lost_launcher: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +196,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Waits:
     """Waiting times in seconds.
 
     first: before the first restart; doubled for each further one
@@ -222,7 +210,7 @@ class Patience:
 
 
 def supervise(
-    command: Sequence[str], run_dir: Path | None, say: Say, patience: Patience | None = None
+    command: Sequence[str], run_dir: Path | None, say: Say, waits: Waits | None = None
 ) -> Supervised:
     """Run a command until it has finished, was stopped, or a restart would not help.
 
@@ -233,47 +221,43 @@ def supervise(
     command is not started again. Raises UserError before the first start if the config is wrong or
     names another run directory, or if that is in use.
     """
-    from llmtrain.tools.launch.launch import passing_signals_on
-
     grace = os.environ.get(GRACE, "")  # before torch's launcher kills its ranks
-    patience = patience or Patience(leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
+    waits = waits or Waits(leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
     run_dir = checked_run_dir(command, run_dir)
     RunLock(run_dir, "").check()
     known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
-    with passing_signals_on(to_group=True) as forward:
+    with passing_signals_on() as forward:
         for number in count(1):
             say(f"start {number}: {shown(command)}")
-            outcome = _start(command, run_dir, forward, patience.leave, say, restarts=number - 1)
+            end = _start(command, run_dir, forward, waits.leave, say, number - 1)
             now = _complete_checkpoints(run_dir)
             progress, known = bool(now - known), known | now
             stopped = forward.asked is not None
-            decision = decide(outcome, tries, patience, progress=progress, stopped=stopped)
-            ended = f"start {number} {outcome.reason} with code {decision.code}: {decision.why}"
+            decision = decide(end, tries, waits, progress=progress, stopped=stopped)
+            ended = f"start {number} {end.message} with code {decision.code}: {decision.why}"
             say(hide(ended))
             if decision.restart:
                 # Varied by ±20 %, so that runs ended by one fault do not restart together.
                 spread = 0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32
-                _until(lambda: forward.asked is not None, decision.seconds * spread)
+                wait_until(lambda: forward.asked is not None, decision.seconds * spread)
             if not decision.restart or forward.asked is not None:
-                return Supervised(decision.code, number, outcome.reason)
+                return Supervised(decision.code, number, end.message)
             tries = decision.tries
     raise AssertionError("count never ends")
 
 
-def decide(
-    outcome: Outcome, tries: Tries, patience: Patience, *, progress: bool, stopped: bool
-) -> Decision:
+def decide(end: Ended, tries: Tries, waits: Waits, *, progress: bool, stopped: bool) -> Decision:
     """Decide what to do after a start.
 
-    outcome: how the start ended
+    end: how the start ended
     tries: counts from before this start
     progress: whether the start committed a new checkpoint
     stopped: whether a person or a batch system has asked this process to stop
     """
-    code = outcome.code
+    code = end.exit_code
     if stopped:
         return Decision(False, code, "asked to stop")
-    if code in _FINAL and not outcome.lost_launcher:
+    if code in _FINAL and not end.lost_launcher:
         return Decision(False, code, _FINAL[code])
     code = code or RESTARTABLE  # stopped, but not because somebody asked it to
     tries = Tries() if progress else replace(tries, starts=tries.starts + 1)
@@ -283,81 +267,29 @@ def decide(
         if tries.defects >= MOST_DEFECTS:
             return Decision(False, code, "again, without a new checkpoint: a defect stays one")
         tries = replace(tries, defects=tries.defects + 1)
-    seconds = min(patience.most, patience.first * 2**tries.restarts)
+    seconds = min(waits.most, waits.first * 2**tries.restarts)
     why = f"restart in about {seconds:g} s ({tries.starts} of {MOST_STARTS} without a checkpoint)"
     return Decision(True, code, why, seconds, replace(tries, restarts=tries.restarts + 1))
 
 
-def judge(
-    status: Mapping[str, Any], new_marks: Sequence[Mark], launcher: int, *, changed: bool
-) -> Outcome:
-    """Return how a start ended.
-
-    status: the content of `status.json`
-    new_marks: files that the failed ranks of this start have left
-    launcher: exit code of the command, negative for a signal
-    changed: whether this start has written `status.json`
-
-    If no rank has reported anything, the command's exit code 2 counts: no launcher ends with 2
-    because a rank failed.
-    """
-    state, reason = status.get("state"), status.get("reason")
-    code = status.get("exit_code")
-    if changed and state in ("finished", "stopped", "failed") and isinstance(code, int):
-        said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
-        lost = (state, reason) == ("stopped", "launcher_lost")
-        return Outcome(code, said, lost)
-    left = failures.worst(new_marks)
-    if left is not None and left.is_cause:
-        return Outcome(left.code, f"failed on rank {left.rank} ({_line(left.reason)})")
-    if changed and state == "running":
-        return Outcome(RESTARTABLE, "ended as rank 0 died without a word")
-    if launcher < 0:
-        return Outcome(RESTARTABLE, f"ended by signal {-launcher}")
-    if changed:
-        return Outcome(1, "ended with a status.json that is no record of a run")
-    refused = launcher == UserError.exit_code and not new_marks
-    code = UserError.exit_code if refused else 1
-    return Outcome(code, "ended before a rank has written status.json")
-
-
 def _start(
-    command: Sequence[str],
-    run_dir: Path,
-    forward: Forward,
-    leave: float,
-    say: Say,
-    *,
-    restarts: int,
-) -> Outcome:
+    command: Sequence[str], run_dir: Path, forward: Forward, leave: float, say: Say, restarts: int
+) -> Ended:
     """Run the command once, wait until none of its ranks is left, and return how it ended."""
-    from llmtrain.tools.launch.launch import children, follow_parent, identity
-
-    status, left, others = identity(run_dir), failures.versions(run_dir), children()
-    said = read_status(run_dir)
     env = {**os.environ, RESTARTS: str(restarts)}
+    wait_for_ranks = partial(_wait_for_ranks, run_dir, leave, say)
     try:
-        forward.child = subprocess.Popen(
-            command, env=env, start_new_session=True, preexec_fn=follow_parent
-        )
+        return run_child(command, env, run_dir, forward, wait_for_ranks)
     except OSError as error:
+        if forward.child is not None:  # it was started
+            raise
         expected = f"a program that can be started ({error.strerror})"
         raise UserError(Problem("COMMAND", shown(command[:1]), expected)) from error
-    forward.tell()
-    launcher = forward.child.wait()
-    _wait_for_ranks(run_dir, others, leave, say)
-    forward.child = None
-    RunLock(run_dir, "").check()
-    now, new = read_status(run_dir), failures.new_since(run_dir, left)
-    put_back = now == said and any(mark.is_cause for mark in new)  # by a start that was refused
-    changed = identity(run_dir) != status and not put_back
-    outcome = judge(now, new, launcher, changed=changed)
-    if outcome.code and not changed and forward.asked is not None:
-        return Outcome(0, "stopped before there was a run")
-    return outcome
+    finally:
+        forward.child = None
 
 
-def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> None:
+def _wait_for_ranks(run_dir: Path, leave: float, say: Say, others: set[int]) -> None:
     """Wait until the lock is free and no rank is left; after `leave` seconds, kill the ranks.
 
     Ranks whose launcher is gone are children of this process. others: children from before.
@@ -367,33 +299,27 @@ def _wait_for_ranks(run_dir: Path, others: set[int], leave: float, say: Say) -> 
     def gone() -> bool:
         return not _ranks(run_dir, others) and not is_held(run_dir)
 
-    if _until(gone, leave):
-        return
-    for rank in _ranks(run_dir, others):
-        say(f"killed process {rank.pid}: a rank {leave:.0f} s behind its launcher")
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.kill()
-    _until(gone, _KILLED_SECONDS)
+    if not wait_until(gone, leave):
+        for rank in _ranks(run_dir, others):
+            say(f"killed process {rank.pid}: a rank {leave:.0f} s behind its launcher")
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        wait_until(gone, _KILLED_SECONDS)
+    RunLock(run_dir, "").check()
 
 
 def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
     """Return the ranks among this process's descendants, what they started, and the lock's holder.
 
-    The holder counts because a run of one process has no RANK in its environment. Children that
-    have ended are waited for.
+    The holder counts because a run of one process has no RANK in its environment.
     """
     import psutil
 
     holder = read(run_dir / contents.LOCK)
     locker = holder.pid if holder is not None and lives_here(holder) else None
     found = []
-    for child in psutil.Process().children():
-        if child.pid in others:
-            continue
+    for child in living_children(others):
         with contextlib.suppress(psutil.Error):  # it has ended since
-            if child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
-                continue
             family = [child, *child.children(recursive=True)]
             found += [one for one in family if one.pid == locker or _has_rank(one)]
     return found
@@ -407,19 +333,6 @@ def _has_rank(process: psutil.Process) -> bool:
     return False
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(_LOOK_SECONDS)
-    return True
-
-
 def _complete_checkpoints(run_dir: Path) -> frozenset[str]:
     """Return the names of all complete checkpoints."""
     return frozenset(form.complete_names(run_dir / contents.CHECKPOINTS))
-
-
-def _line(text: object) -> str:
-    return " ".join(str(text).split())

@@ -23,11 +23,11 @@ from llmtrain.checkpoint import files
 from llmtrain.checkpoint import format as form
 from llmtrain.config import schema, secrets
 from llmtrain.config.binding import bind, changes, dump, refusals
-from llmtrain.config.checks import Rule, check_batch, check_micro_batch
+from llmtrain.config.checks import Rule, check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
-from llmtrain.distributed.launch.environment import launcher_problems, world_size
+from llmtrain.distributed.launch.environment import launch_problems, world_size
 from llmtrain.distributed.launch.named import number
 from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
@@ -133,16 +133,19 @@ def _last(record: list[dict[str, Any]], kind: str, field: str, of: type[T]) -> T
     return next((value for value in values if isinstance(value, of)), None)
 
 
-def check(config: Config) -> None:
-    """Raise UserError if `run.dir` belongs to another config or has a path of the wrong kind.
+def check(config: Config) -> bool:
+    """Return whether a run of this config has begun in `run.dir`.
 
-    For a command that starts the ranks of a run.
+    For a command that does not train itself. Raises UserError if the directory belongs to another
+    config or has a path of the wrong kind.
     """
     run_dir = config.run_dir
     contents.check(run_dir)
-    begun = any(line["kind"] == "start" for line in jsonl.record(run_dir))
-    if (run_dir / contents.CONFIG).exists() and (begun or _find_saved_run(run_dir)):
+    started = any(line["kind"] == "start" for line in jsonl.record(run_dir))
+    begun = (run_dir / contents.CONFIG).exists() and bool(started or _find_saved_run(run_dir))
+    if begun:
         _compare(run_dir, config)
+    return begun
 
 
 def _find_saved_run(run_dir: Path) -> str | None:
@@ -198,21 +201,18 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
     With several machines, paths are not checked here: they may be missing only on some of the
     machines, which the ranks find out together.
     """
-    if launcher_problems(env):  # then the number of processes is not reliable
-        return [check_micro_batch, *_on_disk(config_file)]
-    processes = world_size(env)
+    rules, processes = rules_of_a_launch(config_file, env, env), world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
-    batch = split_rule(processes)
-    return [batch, _package_problems, *(_on_disk(config_file) if one_machine else ())]
+    return rules if one_machine else rules[:2]
 
 
-def rules_of_a_launch(config_file: str, processes: int | None) -> list[Rule]:
-    """Return the rules for a launch on this machine.
-
-    processes: None = the number in accelerate's config file, which is not read here
-    """
-    batch = split_rule(processes or 1)
-    return [batch, _package_problems, *_on_disk(config_file)]
+def rules_of_a_launch(
+    config_file: str, env: Mapping[str, str], exported: Mapping[str, str]
+) -> list[Rule]:
+    """Return the rules for a launch on this machine. env, exported: as for `launch_problems`."""
+    default = f"runs/{Path(config_file).stem}"
+    on_disk = (partial(check, default) for check in (_source_problems, _model_problems))
+    return [partial(launch_problems, env, exported), _package_problems, *on_disk]
 
 
 def check_start(config: schema.Config, processes: int, more: Iterable[Problem] = ()) -> None:
@@ -223,7 +223,7 @@ def check_start(config: schema.Config, processes: int, more: Iterable[Problem] =
     Raises UserError with every problem.
     """
     problems = [
-        *_split_problems(processes, config.training),
+        *check_batch(config.training, processes),
         *_package_problems(config.optimizer),
         *_source_problems("", config.run, config.data, config.evaluation),
         *_model_problems("", config.run, config.model, config.adapter),
@@ -234,17 +234,7 @@ def check_start(config: schema.Config, processes: int, more: Iterable[Problem] =
 
 def split_rule(processes: int) -> Rule:
     """Return the rule of a batch that is split over this many processes."""
-    return partial(_split_problems, processes)
-
-
-def _on_disk(config_file: str) -> list[Rule]:
-    default = f"runs/{Path(config_file).stem}"
-    return [partial(_source_problems, default), partial(_model_problems, default)]
-
-
-def _split_problems(processes: int, training: schema.TrainingConfig) -> list[Problem]:
-    """Check that the batch can be split over the processes, and over micro-batches in each."""
-    return check_micro_batch(training) if processes == 1 else check_batch(training, processes)
+    return lambda training: check_batch(training, processes)
 
 
 def _package_problems(optimizer: schema.OptimizerConfig) -> list[Problem]:

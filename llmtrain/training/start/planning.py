@@ -68,9 +68,11 @@ FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
 class PaperModel:
     """A model without weights.
 
+    config: of transformers
     count: returns the bytes that a forward keeps, or raises CannotCountError
     """
 
+    config: Any
     shape: ModelShape
     count: Count
 
@@ -90,7 +92,7 @@ def describe(
     if found is None:
         if config.model.from_ and base is None:
             base = find_base(config.model)
-        tokens = _tokens(config, run_dir, base)
+        tokens = tokens_of(config, run_dir, base)
         found = model_config(config.model, tokens, config.data.seq_len, base)
     _check_depth(found, hardware)
     asked = (config.model.freeze, *_adapter(config, run_dir, base))
@@ -99,7 +101,7 @@ def describe(
         return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
 
     updates = partial(algorithms, config.optimizer)
-    return PaperModel(census(found, *asked, updates=updates), count)
+    return PaperModel(found, census(found, *asked, updates=updates), count)
 
 
 def _adapter(
@@ -175,21 +177,28 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
     )
 
 
-def plan_start(config: Config, run_dir: Path, precision: str, base: Base | None = None) -> Planned:
+def plan_start(
+    config: Config,
+    run_dir: Path,
+    precision: str,
+    base: Base | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> Planned:
     """Return the plan of this start. Raises UserError if no allowed strategy fits the device.
 
     base: as for `describe`
+    env: variables of a rank
 
     Offloading, the last resort, is planned only if nothing else fits: computing its memory takes as
     long as the rest of the plan, at each start.
     """
-    hardware = this_machine(config, os.environ)
+    hardware = this_machine(config, env)
     raise_any(
         trainable.missing_for_four_bits(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ()
     )
     model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
-    allowed, without = _possible(strategies_for(config, os.environ), cpu=hardware.cpu)
+    allowed, without = _possible(strategies_for(config, env), cpu=hardware.cpu)
     resident = tuple(name for name in allowed if name not in OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
@@ -254,7 +263,8 @@ def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Probl
     ]
     table = "\n".join(["one of these to fit; each with what would make it fit", *rows])
     found = f"{size(hardware.device_bytes)} a device, {hardware.devices} of them"
-    problem = Problem("device memory", found, table)
+    near = choice.nearest_miss
+    problem = Problem("device memory", found, table, near.remedy if near else "")
     return UserError(problem, where=f"the memory plan: {choice.reason}")
 
 
@@ -336,30 +346,21 @@ def _has_begun(run_dir: Path) -> bool:
     return (run_dir / contents.AUTO).exists()
 
 
-def own_tokens(config: Config, run_dir: Path | None) -> SpecialTokens | None:
-    """Return the special tokens of the run's tokenizer, if it is here or is yet to be trained.
+def tokens_of(config: Config, run_dir: Path | None, base: Base | None) -> SpecialTokens:
+    """Return the length and special tokens of the tokenizer that a run has or will have.
 
-    Returns None if it must be loaded from elsewhere, not from the run directory or this package.
+    Raises UserError for a tokenizer that cannot be loaded.
     """
-    asked = config.model.tokenizer
+    asked, added = config.model.tokenizer, template_tokens(config.chat.template)
     if run_dir is not None and _has_begun(run_dir):
         return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
-        # Its one special token is its first entry.
-        return SpecialTokens(asked.train + len(template_tokens(config.chat.template)), 0, 0, 0)
+        return SpecialTokens(asked.train + len(added), 0, 0, 0)  # the special one is its first
     if asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")
         with importlib.resources.as_file(sample) as folder:
-            return special_tokens(folder, added=template_tokens(config.chat.template))
-    return None
-
-
-def _tokens(config: Config, run_dir: Path | None, base: Base | None) -> SpecialTokens:
-    """Return the tokenizer's length and special tokens; only the length matters here."""
-    asked = config.model.tokenizer
-    if own := own_tokens(config, run_dir):
-        return own
+            return special_tokens(folder, added=added)
     if asked == "auto":
         assert base is not None  # `auto` is the tokenizer of model.from
-        return special_tokens(base.path, base.revision, template_tokens(config.chat.template))
-    return special_tokens(str(asked), added=template_tokens(config.chat.template))
+        return special_tokens(base.path, base.revision, added)
+    return special_tokens(asked, added=added)

@@ -72,7 +72,7 @@ def start_processes(
         precision, why = decide_precision(config, meeting)
         base = decide_base(config.model, config.run_dir, meeting)
         rank = meeting.rank
-        planned = agreed(meeting, lambda: _plan_here(config, precision, kernels, base, rank))
+        planned = agreed(meeting, lambda: plan_here(config, precision, kernels, base, rank))
         _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
@@ -152,13 +152,21 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
     )
 
 
-def _plan_here(
-    config: Config, precision: str, kernels: Kernels, base: Base | None, rank: int
+def plan_here(
+    config: Config,
+    precision: str,
+    kernels: Kernels,
+    base: Base | None,
+    rank: int,
+    env: Mapping[str, str] = os.environ,
 ) -> Planned:
-    """Plan for this rank's machine: machines may differ in memory, or lack DeepSpeed."""
+    """Plan for this rank's machine: machines may differ in memory, or lack DeepSpeed.
+
+    env: variables of the rank
+    """
     try:
         check_kernels(kernels)
-        planned = plan_start(config, config.run_dir, precision, base)
+        planned = plan_start(config, config.run_dir, precision, base, env)
         strategy = planned.layout.strategy
         if family(strategy) == "zero":
             zero.refuse(strategy, cpu=planned.hardware.cpu)

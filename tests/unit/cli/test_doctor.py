@@ -10,7 +10,7 @@ from helpers.config import written
 from llmtrain.cli import doctor as module
 from llmtrain.text import columns
 from llmtrain.tools.doctor import doctor as tool
-from llmtrain.tools.doctor.case import Verdict
+from llmtrain.tools.doctor.context import Verdict
 
 ROOT = Path(__file__).parents[3]
 FAST = ["--skip", "all-reduce", "--skip", "devices", "--skip", "compiler"]

@@ -271,7 +271,7 @@ def test_the_file_of_a_plan_is_written_and_read_by_the_launcher(tmp_path):
     config = large(tmp_path)
     path = tmp_path / "new" / "accelerate.yaml"
     assert not launch_file(plan(config, devices=8, device_memory_gb=80), path)
-    found = read_launch_file(path, None, config)
+    found = read_launch_file(path, None)
     assert (found.processes, found.values["mixed_precision"]) == (8, "bf16")
     assert found.values["distributed_type"] == "FSDP"
     assert launch_file(plan(config, devices=8, device_memory_gb=141), path)  # said: in place of it

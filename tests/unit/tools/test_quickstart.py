@@ -7,7 +7,7 @@ import pytest
 
 from llmtrain.config.load import load_config
 from llmtrain.tools import recipes as module
-from llmtrain.tools.launch.launch import Ended
+from llmtrain.tools.launch.child import Ended
 
 
 def test_two_cpu_processes_train_the_packaged_config(monkeypatch):

@@ -12,7 +12,7 @@ from llmtrain.config.load import load_config
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.checkpoints import rehearse as module
 from llmtrain.tools.checkpoints.rehearse import compare, rehearse
-from llmtrain.tools.launch.launch import Ended
+from llmtrain.tools.launch.child import Ended
 
 SMALL = """\
 run: {dir: runs/long}

@@ -6,7 +6,7 @@ from helpers.config import SMALLEST, written
 
 from llmtrain.errors import UserError
 from llmtrain.tools.doctor import doctor as module
-from llmtrain.tools.doctor.case import Verdict
+from llmtrain.tools.doctor.context import Verdict
 from llmtrain.tools.doctor.doctor import NAMES, doctor
 
 ROOT = Path(__file__).parents[4]

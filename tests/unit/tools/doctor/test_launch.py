@@ -86,13 +86,13 @@ def test_a_free_port_is_found_and_answers():
 
 
 def test_a_machine_without_ports_is_an_error(monkeypatch):
-    from llmtrain.tools.doctor.case import attempt
+    from llmtrain.tools.doctor.context import run_check
 
     def refuse(address, *rest):
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    broken = attempt(lambda: launches.rendezvous(case()))
+    broken = run_check(lambda: launches.rendezvous(case()))
     assert broken.state == "error"
     assert "Cannot assign requested address" in broken.found
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,15 +15,14 @@ from helpers.config import written
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
 from llmtrain.tools.launch import launch as module
+from llmtrain.tools.launch.child import Ended, read_exit_report, write_exit_report
 from llmtrain.tools.launch.file import read_launch_file
 from llmtrain.tools.launch.launch import (
-    Ended,
     has_gpu,
     launch,
-    launch_problems,
-    leave_words,
+    meeting,
+    plain_launch_problems,
     run_launcher,
-    words_left,
 )
 
 
@@ -128,7 +128,7 @@ def test_what_a_start_would_refuse_is_known_without_one(
     monkeypatch.setattr(module, "find_spec", lambda name: None)  # no DeepSpeed
     overrides = [f"distributed.strategy={strategy}", "training.global_batch_size=16"]
     config = load_config(str(written(tmp_path)), overrides)
-    assert [one.key for one in launch_problems(config, processes, {})] == said
+    assert [one.key for one in plain_launch_problems(config, processes, {})] == said
 
 
 def test_a_stop_before_there_was_a_rank_is_no_failure(tmp_path):
@@ -155,13 +155,13 @@ def test_all_that_is_printed_goes_where_it_is_sent(tmp_path, capfd):
 
 def test_only_rank_0_leaves_a_mark_and_only_for_a_launcher(tmp_path):
     path = tmp_path / "ended"
-    assert not leave_words({}, 2, "x")
-    assert not leave_words({"LLMTRAIN_LAUNCHED": "1"}, 2, "x")
-    assert not leave_words({"LLMTRAIN_LAUNCHED": str(path), "RANK": "1"}, 2, "x")
-    assert not leave_words({"LLMTRAIN_LAUNCHED": str(tmp_path / "none" / "ended")}, 2, "x")
-    assert words_left(path) is None
-    assert leave_words({"LLMTRAIN_LAUNCHED": str(path), "RANK": "0"}, 2, "two\nlines")
-    assert words_left(path) == (2, "two\nlines")
+    assert not write_exit_report({}, 2, "x")
+    assert not write_exit_report({"LLMTRAIN_LAUNCHED": "1"}, 2, "x")
+    assert not write_exit_report({"LLMTRAIN_LAUNCHED": str(path), "RANK": "1"}, 2, "x")
+    assert not write_exit_report({"LLMTRAIN_LAUNCHED": str(tmp_path / "none" / "ended")}, 2, "x")
+    assert read_exit_report(path) is None
+    assert write_exit_report({"LLMTRAIN_LAUNCHED": str(path), "RANK": "0"}, 2, "two\nlines")
+    assert read_exit_report(path) == (2, "two\nlines")
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def started(monkeypatch, tmp_path):
 def test_several_processes_on_cpus(tmp_path, started):
     config = written(tmp_path)
     launch(str(config), ["training.steps=3"], processes=2, env={})
-    assert started["command"][:3] == [sys.executable, "-m", "llmtrain.tools.launch.quiet"]
+    assert started["command"][:3] == [sys.executable, "-m", "llmtrain.tools.launch.launcher"]
     assert started["command"][3] == "runs/my"
     assert started["command"][-5:] == ["-m", "llmtrain", "train", str(config), "training.steps=3"]
     assert "distributed_type: MULTI_GPU" in started["file"]
@@ -281,3 +281,54 @@ def test_a_deepspeed_file_without_the_package_is_refused(tmp_path, started, monk
 @pytest.mark.parametrize("env", [{"CUDA_VISIBLE_DEVICES": ""}, {"ACCELERATE_USE_CPU": "true"}])
 def test_hidden_gpus_are_none(env):
     assert not has_gpu(env)
+
+
+def test_the_machine_that_all_meet_at_knows_itself():
+    options, env = meeting("c10d", "127.0.0.1")
+    assert options == ["--rdzv_backend", "c10d", "--rdzv_conf", "is_host=1"]
+    assert env["PET_LOCAL_ADDR"] == "127.0.0.1"
+
+
+def test_a_name_is_handed_on_as_the_others_know_it():
+    options, env = meeting("c10d", "localhost")
+    assert options[-1] == "is_host=1"
+    assert env["PET_LOCAL_ADDR"] == "localhost"
+
+
+def test_another_machine_gives_the_address_that_leads_there(monkeypatch):
+    asked: list[object] = []
+
+    class Routed(socket.socket):
+        """A machine whose way to 10.1.0.1 begins at 10.1.0.2."""
+
+        def connect(self, address: object) -> None:
+            asked.append(address)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "10.1.0.2", 40_000
+
+    monkeypatch.setattr(socket, "socket", Routed)
+    options, env = meeting("c10d", "10.1.0.1")
+    assert options[-1] == "is_host=0"
+    assert env["PET_LOCAL_ADDR"] == "10.1.0.2"
+    assert asked == [("10.1.0.1", 9)]
+
+
+def test_ranks_of_a_second_attempt_do_not_meet_the_addresses_of_the_first():
+    assert meeting("c10d", "127.0.0.1")[1]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_static_machines_have_been_told_who_they_are():
+    options, env = meeting("static", "10.1.0.1")
+    assert options == ["--rdzv_backend", "static"]
+    assert env == {}
+
+
+def test_an_address_that_leads_nowhere_is_refused_by_its_key(monkeypatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UserError, match=r"main_process_ip = node-7\n.*not known") as refused:
+        meeting("c10d", "node-7")
+    assert refused.value.exit_code == 2

@@ -14,7 +14,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
 from llmtrain.tools.launch import library as module
-from llmtrain.tools.launch.launch import Ended, passing_signals_on
+from llmtrain.tools.launch.child import Ended, passing_signals_on
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def launched(monkeypatch, tmp_path):
     """What was launched; `answer` is how that ends, and what the run writes into its status."""
 
     class Launched:
-        answer = Ended(0, "")
+        answer = Ended(0, "", began=True)
         status = None
 
         def __call__(self, config_file, overrides, *, processes):

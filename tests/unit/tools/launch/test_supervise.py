@@ -17,27 +17,24 @@ from helpers.ranks import ROOT, until
 from llmtrain.errors import UserError
 from llmtrain.rundir.failures import Mark
 from llmtrain.rundir.lock import RunLock, is_held
+from llmtrain.tools.launch.child import Ended, judge
 from llmtrain.tools.launch.supervise import (
     Decision,
-    Outcome,
-    Patience,
     Supervised,
     Tries,
+    Waits,
     decide,
-    judge,
     supervise,
 )
 
 NOTHING = Tries()
-PATIENCE = Patience(first=5.0, most=300.0)
-NOW = Patience(first=0.0, leave=60.0)
-LOST = Outcome(0, "", lost_launcher=True)
+WAITS = Waits(first=5.0, most=300.0)
+NOW = Waits(first=0.0, leave=60.0)
+LOST = Ended(0, "", lost_launcher=True)
 
 
 def decided(code: int, tries: Tries = NOTHING, **more: bool) -> Decision:
-    return decide(
-        Outcome(code, ""), tries, PATIENCE, **{"progress": False, "stopped": False, **more}
-    )
+    return decide(Ended(code, ""), tries, WAITS, **{"progress": False, "stopped": False, **more})
 
 
 @pytest.mark.parametrize("code", [0, 2, 74])
@@ -77,14 +74,14 @@ def test_what_a_restart_may_cure_is_started_again_so_often(
 
 
 def test_no_wait_is_longer_than_the_longest() -> None:
-    found = decide(Outcome(75, ""), Tries(1, 2), Patience(200, 300), progress=False, stopped=False)
+    found = decide(Ended(75, ""), Tries(1, 2), Waits(200, 300), progress=False, stopped=False)
     assert found.seconds == 300
 
 
 def test_a_run_that_stopped_for_its_launcher_goes_on() -> None:
-    found = decide(LOST, Tries(), PATIENCE, progress=True, stopped=False)
+    found = decide(LOST, Tries(), WAITS, progress=True, stopped=False)
     assert found.restart
-    ended = decide(LOST, Tries(2, 2), PATIENCE, progress=False, stopped=False)
+    ended = decide(LOST, Tries(2, 2), WAITS, progress=False, stopped=False)
     assert (ended.restart, ended.code) == (False, 75)  # nobody wanted this stop
 
 
@@ -92,7 +89,7 @@ def test_a_run_that_stopped_for_its_launcher_goes_on() -> None:
 def test_nothing_is_started_after_a_person_asked_for_the_end(code: int) -> None:
     found = decided(code, stopped=True)
     assert (found.restart, found.code) == (False, code)
-    assert not decide(LOST, Tries(), PATIENCE, progress=True, stopped=True).restart
+    assert not decide(LOST, Tries(), WAITS, progress=True, stopped=True).restart
 
 
 def mark(code: int, *, lost_peer: bool = False) -> Mark:
@@ -128,7 +125,7 @@ def mark(code: int, *, lost_peer: bool = False) -> Mark:
 def test_the_record_of_the_run_decides_and_not_the_launcher(
     status: dict, marks: list[Mark], launcher: int, changed: bool, code: int
 ) -> None:
-    assert judge(status, marks, launcher, changed=changed).code == code
+    assert judge(status, marks, launcher, changed=changed).exit_code == code
 
 
 def test_a_lost_launcher_is_told_from_a_stop_that_was_asked_for() -> None:
@@ -152,11 +149,11 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def run(run_dir: Path, *lines: str, patience: Patience = NOW) -> tuple[Supervised, list[str]]:
+def run(run_dir: Path, *lines: str, waits: Waits = NOW) -> tuple[Supervised, list[str]]:
     """Supervise a command whose n-th start is the n-th line of shell."""
     (run_dir / "script").write_text("\n".join(lines) + "\n")
     said: list[str] = []
-    ended = supervise(["/bin/sh", "-c", COMMAND, str(run_dir)], run_dir, said.append, patience)
+    ended = supervise(["/bin/sh", "-c", COMMAND, str(run_dir)], run_dir, said.append, waits)
     assert (run_dir / "starts").read_text().count("\n") == ended.starts
     return ended, said
 
@@ -313,8 +310,8 @@ def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir: Path) -> None:
 @pytest.mark.parametrize("rank", ["RANK=0", ""])
 @pytest.mark.launches
 def test_ranks_that_never_end_are_killed(run_dir: Path, rank: str) -> None:
-    patience = Patience(first=0.0, leave=0.5)
-    ended, said = run(run_dir, outliving(run_dir, 1, rank), ends("finished", 0), patience=patience)
+    waits = Waits(first=0.0, leave=0.5)
+    ended, said = run(run_dir, outliving(run_dir, 1, rank), ends("finished", 0), waits=waits)
     assert (ended.exit_code, ended.starts) == (0, 2)
     assert "killed process" in said[1]
     assert "ended by signal 9 with code 75" in said[2]
@@ -323,9 +320,9 @@ def test_ranks_that_never_end_are_killed(run_dir: Path, rank: str) -> None:
 SUPERVISE = """
 import sys
 from pathlib import Path
-from llmtrain.tools.launch.supervise import Patience, supervise
+from llmtrain.tools.launch.supervise import Waits, supervise
 say = lambda line: print(line, flush=True)
-ended = supervise(sys.argv[2:], Path(sys.argv[1]), say, Patience(first=float(3600)))
+ended = supervise(sys.argv[2:], Path(sys.argv[1]), say, Waits(first=float(3600)))
 sys.exit(ended.exit_code)
 """
 

@@ -88,7 +88,7 @@ def test_a_batch_that_no_process_could_split_is_reported_once(tmp_path):
     overrides = ("training.global_batch_size=10", "training.micro_batch_size=4")
     path = written(tmp_path)
     with pytest.raises(UserError) as caught:
-        load_config(path, overrides, rules_of_a_launch(str(path), 2))
+        load_config(path, overrides, rules_of_a_launch(str(path), TWO, {}))
     assert [one.key for one in caught.value.problems] == ["training.global_batch_size"]
 
 

@@ -1,6 +1,6 @@
 """accelerate's launcher, with what it reports about itself in RUN/logs/launcher.log.
 
-    python -m llmtrain.tools.launch.quiet RUN --config_file …      as `accelerate launch …`
+    python -m llmtrain.tools.launch.launcher RUN --config_file …      as `accelerate launch …`
 
 torch's part of the launcher warns of every signal that it passes on, and raises when a rank fails
 or a person stops the run. Its tracebacks would stand around the message of the run. If the run
@@ -20,7 +20,7 @@ from subprocess import CalledProcessError
 
 from llmtrain.config import secrets
 from llmtrain.rundir import contents
-from llmtrain.tools.launch.launch import words_left
+from llmtrain.tools.launch.child import read_exit_report
 from llmtrain.training.stop import LAUNCHED
 
 
@@ -72,8 +72,8 @@ class _Log(logging.Handler):
 
     def end(self, env: Mapping[str, str]) -> None:
         """Write what was kept to stderr, unless rank 0 has left a message for the caller."""
-        mark = env.get(LAUNCHED)
-        if mark is None or words_left(Path(mark)) is None:
+        report = env.get(LAUNCHED)
+        if report is None or read_exit_report(Path(report)) is None:
             self._write()
 
     def _write(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from llmtrain.config.schema import Config
@@ -30,7 +29,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Case:
+class DoctorContext:
     """The run that is to be started, and the time at which the doctor began.
 
     config: the run's config; None = only the machine is checked
@@ -46,10 +45,10 @@ class Case:
     steady: float
 
     @property
-    def run_dir(self) -> Path:
-        """The directory of the config's run."""
+    def run(self) -> Config:
+        """The config, for a check that runs only if there is one."""
         assert self.config is not None
-        return self.config.run_dir
+        return self.config
 
     @property
     def machines(self) -> int:
@@ -60,6 +59,11 @@ class Case:
     def processes(self) -> int:
         """The number of ranks of the run, on all machines together."""
         return self.launch.processes if self.launch else 1
+
+    @property
+    def here(self) -> int:
+        """The number of ranks of the run on this machine."""
+        return max(1, self.processes // self.machines)
 
     @property
     def strategy(self) -> str:
@@ -84,17 +88,19 @@ def error(found: str, remedy: str) -> Verdict:
 
 
 def refusal(problems: Sequence[Problem], where: str = "") -> Verdict:
-    """Return an error with the problems that a start would report, in one line.
+    """Return an error with the problems that a start would report, on one line.
 
     where: what the problems are in, such as a file
     """
-    found = "; ".join(_in_a_line(problem) for problem in problems)
+    heads = (one.key if one.value is None else f"{one.key} = {one.value}" for one in problems)
+    found = "; ".join(f"{head} ({one.reason})" for head, one in zip(heads, problems, strict=True))
+    found = " ".join(found.split())  # the plan's table has a line for each strategy
     remedies = dict.fromkeys(problem.remedy for problem in problems if problem.remedy)
     remedy = "; ".join(remedies) or "change it as expected"
     return error(f"{where}: {found}" if where else found, remedy)
 
 
-def attempt(work: Callable[[], T]) -> T | Verdict:
+def run_check(work: Callable[[], T]) -> T | Verdict:
     """Run a check; return its result, or the verdict on why it failed. Raises nothing."""
     try:
         return work()
@@ -113,8 +119,3 @@ def join(verdicts: Iterable[Verdict]) -> Verdict:
     state = max((one.state for one in listed), key=get_args(State).index)
     found = "; ".join(one.found for one in listed if one.found)
     return Verdict(state, found, "; ".join(one.remedy for one in listed if one.remedy))
-
-
-def _in_a_line(problem: Problem) -> str:
-    head = problem.key if problem.value is None else f"{problem.key} = {problem.value}"
-    return f"{head} ({problem.reason})"

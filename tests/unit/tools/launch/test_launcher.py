@@ -1,12 +1,15 @@
-"""What accelerate's launcher reports about itself, and where it goes."""
+"""What accelerate's launcher reports about itself, where it goes, and what is printed below it."""
 
 import logging
+import os
+import subprocess
 import sys
 
 import pytest
+from helpers.ranks import ROOT
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from llmtrain.tools.launch import quiet
+from llmtrain.tools.launch import launcher
 
 
 @pytest.fixture
@@ -21,10 +24,10 @@ def launched(monkeypatch, tmp_path):
 
     def run(run_dir):
         monkeypatch.setattr("accelerate.commands.launch.main", stopped)
-        monkeypatch.setattr(sys, "argv", ["quiet", str(run_dir), "--config_file", "a.yaml"])
+        monkeypatch.setattr(sys, "argv", ["launcher", str(run_dir), "--config_file", "a.yaml"])
         with pytest.raises(SystemExit) as ended:
-            quiet.main()
-        assert sys.argv == ["quiet", "--config_file", "a.yaml"]
+            launcher.main()
+        assert sys.argv == ["launcher", "--config_file", "a.yaml"]
         return ended.value.code
 
     yield run
@@ -65,6 +68,48 @@ def test_no_secret_is_written(tmp_path, capfd, monkeypatch, folder):
     monkeypatch.setenv("HUB_TOKEN", "correct-horse-battery")
     (tmp_path / "logs").mkdir()
     log = tmp_path / folder / "launcher.log"
-    quiet.tell(log, "Command '[train, x=correct-horse-battery]' returned 1")
+    launcher.tell(log, "Command '[train, x=correct-horse-battery]' returned 1")
     said = log.read_text() if log.exists() else capfd.readouterr().err
     assert said == "Command '[train, x=***]' returned 1\n"
+
+
+RANK = """
+import os, sys
+from llmtrain.cli.rank import _leave
+_leave(int(sys.argv[1]), "error: 1 problem")
+"""
+# A launcher waits for its ranks, prints its own lines and ends.
+LAUNCHER = """
+import subprocess, sys, time
+code = subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]]).returncode
+time.sleep(0.3)
+print("ChildFailedError", file=sys.stderr, flush=True)
+sys.exit(1)
+"""
+
+
+def shown(code: int, **env: str) -> list[str]:
+    """What a launcher and its rank print; the pipe ends when the last of them has closed it."""
+    words = [sys.executable, "-c", LAUNCHER, RANK, str(code)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", **env}
+    done = subprocess.run(words, env=environ, stderr=subprocess.PIPE, text=True, timeout=60)
+    return done.stderr.splitlines()
+
+
+@pytest.mark.launches
+def test_a_refusal_is_repeated_below_what_the_launcher_prints():
+    said = shown(2, TORCHELASTIC_RUN_ID="none")
+    assert said == ["error: 1 problem", "ChildFailedError", "error: 1 problem"]
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("code", "env"),
+    [
+        (1, {"TORCHELASTIC_RUN_ID": "none"}),
+        (2, {}),
+        (2, {"TORCHELASTIC_RUN_ID": "none"} | {"TORCHELASTIC_RESTART_COUNT": "1"}),
+    ],
+)
+def test_nothing_else_is(code: int, env: dict[str, str]):
+    assert shown(code, **env) == ["error: 1 problem", "ChildFailedError"]
