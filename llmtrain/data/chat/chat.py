@@ -2,8 +2,7 @@
 
 `Chat` opens a run's `tokenizer/`: the tokenizer with its added tokens, and the chat template. What
 it makes of a row depends on these and on its `Settings` alone, so all of them are in the manifest.
-
-What becomes of conversations with more ids than a block has (`chat.too_long`).
+A conversation with more ids than a block has is cut, split or left out (`chat.too_long`).
 """
 
 from __future__ import annotations

@@ -20,19 +20,16 @@ The trap: SentencePiece's tokenizers put a blank in front of a text, some also b
 token. So a part behind an added token is encoded behind one, whose id is removed. Byte-level
 tokenizers do no such thing. If the run has a faster back end for one, that encodes the parts.
 
-Keeps control tokens that stand in the content of a message text.
-
 A user may write `<|im_end|>`. After rendering, this string could not be told from the template's
-own. So before rendering, such strings are put between two marks, characters for private use:
+own. So before rendering, control tokens in the content of a message are put between two marks,
+characters for private use, and what is between marks is encoded as text:
 
     {"content": "what is <|im_end|>?"}   →   "what is \U000f0000<|im_end|>\U000f0001?"
 
-`encode.py` encodes what is between the marks as text. Marks in the input are removed first. Only
-rows that hold such a string are marked.
-
-The trap: tokens that are not special, such as `<think>`, are control tokens only if the template
-writes them. Gemma has an added token for each HTML tag, and those stay what they are in inference.
-What an assistant says is marked for special tokens alone, since its `<think>` is what it generates.
+Marks in the input are removed first. Only rows that hold such a string are marked. Tokens that are
+not special, such as `<think>`, are control tokens only if the template writes them: Gemma has an
+added token for each HTML tag, and those stay what they are in inference. What an assistant says is
+marked for special tokens alone, since its `<think>` is what it generates.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -126,28 +124,22 @@ def without_marks(value: Any) -> Any:
 def longest(words: Mapping[str, str]) -> re.Pattern[str]:
     """Return a pattern that matches the longest of these words at the leftmost place.
 
-    A tokenizer may have a thousand added tokens, so the pattern is a tree of their characters.
+    Words with the same beginning share it in the pattern: Gemma has 6,000 added tokens, and trying
+    one after the other takes 40 times as long.
 
     words: word → a pattern for what belongs to it behind it
     """
-    tree: dict[str, Any] = {}
-    for word in words:
-        node = tree
-        for character in word:
-            node = node.setdefault(character, {})
-        node[""] = words[word]
-    return re.compile(_branches(tree) if tree else "(?!)")
+    return re.compile(_branches(words) if words else "(?!)")
 
 
-def _branches(node: Mapping[str, Any]) -> str:
-    """Return the pattern of a tree: continuations first, since the longest match is wanted."""
-    found = []
-    for character, child in sorted(node.items(), reverse=True):  # "", the end of a word, is last
-        chain = character
-        while len(child) == 1 and "" not in child:
-            ((character, child),) = child.items()
-            chain += character
-        found.append(re.escape(chain) + _branches(child) if character else child)
+def _branches(words: Mapping[str, str]) -> str:
+    if len(words) == 1:
+        ((word, behind),) = words.items()
+        return re.escape(word) + behind
+    found = [
+        re.escape(first) + _branches({word[1:]: words[word] for word in some})
+        for first, some in groupby(sorted(words, reverse=True), key=lambda word: word[:1])
+    ]  # in reverse, a word is behind those that it begins
     return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 

@@ -29,7 +29,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,6 +52,7 @@ _STATEFUL = ("cycler", "joiner", "lipsum")  # functions that give something else
 _TURNS, _LOOK, _OVER, _TICK = "__turns", "__look", "__over", "__tick"  # names of no template
 _NEVER_READ = {"messages", "add_generation_prompt", "loop"}  # by rounds that may be left out
 _ALL = sys.maxsize  # messages: what a round needs that has seen how many there are
+_SIZED = (str, list, tuple, dict)
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -247,7 +247,7 @@ class _Run:
     def namespace(*args: Any, **kwargs: Any) -> Namespace:  # an attribute may be called self
         """Return a namespace for the template."""
         run, *given = args
-        made = namespaces()(*given, **kwargs)
+        made: Namespace = run._environment.globals["namespace"](*given, **kwargs)
         run._namespaces.append(made)
         return made
 
@@ -342,7 +342,8 @@ class _Run:
             held = held[: len(loop.starts[0][1])]
         before = loop.starts[-1][1] if loop.starts else [{}] * len(held)
         for new, old in zip(held, before, strict=False):
-            loop.kept += sum(_size(new[name]) for name in new if new[name] is not old.get(name))
+            changed = (value for name, value in new.items() if value is not old.get(name))
+            loop.kept += sum(len(one) for one in changed if isinstance(one, _SIZED))
         loop.closed |= loop.kept > _KEPT_CHARACTERS or not all(map(_is_plain, held))
         if not loop.closed:
             loop.starts.append((self.length, held))
@@ -372,7 +373,7 @@ class _Run:
         from jinja2 import Undefined
         from jinja2.runtime import Macro
 
-        if isinstance(value, namespaces()):
+        if isinstance(value, self._environment.globals["namespace"]):
             return _Mark("namespace", [one is value for one in self._namespaces])
         if isinstance(value, Macro):
             return _Mark("macro", value.name)
@@ -384,7 +385,7 @@ class _Run:
 
     def _held(self) -> list[dict[str, Any]]:
         """Return what each namespace holds."""
-        return [dict(held(one)) for one in self._namespaces]
+        return [dict(object.__getattribute__(one, "held")) for one in self._namespaces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,19 +408,16 @@ class _Rounds:
 
     def begin(self, number: int) -> None:
         """Note that a round begins, or that the loop has ended."""
-        if self.loop is None or self.run is None:
-            return
-        if number < len(self.items):
-            self.run.begin(self.loop, number)
-        else:
-            self.loop.ended = True
+        if self.loop is not None and self.run is not None:
+            self.loop.ended = number == len(self.items)
+            if not self.loop.ended:
+                self.run.begin(self.loop, number)
 
     def saw(self, number: int) -> None:
         """Note that a round has asked if there is one of that number."""
-        if self.loop is None or self.run is None:
-            return
-        there = number < len(self.items)
-        self.run.saw(self.loop, self.loop.first + number + 1 if there else _ALL)
+        if self.loop is not None and self.run is not None:
+            there = number < len(self.items)
+            self.run.saw(self.loop, self.loop.first + number + 1 if there else _ALL)
 
 
 def rewrite(tree: nodes.Template) -> None:
@@ -496,38 +494,6 @@ def loop_context() -> Callable[..., Any]:
         return LoopContext(iterable, undefined, *more)
 
     return context
-
-
-@lru_cache(maxsize=1)
-def namespaces() -> type[Namespace]:
-    """Return the class of namespaces in templates: it refuses names that begin with an underscore.
-
-    `held` returns what has been set in one.
-    """
-    from jinja2.exceptions import SecurityError
-    from jinja2.utils import Namespace
-
-    class Checked(Namespace):
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
-            self, args = args[0], args[1:]
-            Namespace.__init__(self)
-            object.__setattr__(self, "held", {})
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise SecurityError(f"a namespace has no attribute {name!r}")
-            held(self)[name] = value
-            Namespace.__setitem__(self, name, value)
-
-    return Checked
-
-
-def held(namespace: Namespace) -> dict[str, Any]:
-    """Return what has been set in a namespace. As an attribute a template would read it."""
-    found: dict[str, Any] = object.__getattribute__(namespace, "held")
-    return found
 
 
 def _is_known(tree: nodes.Template) -> bool:
@@ -633,7 +599,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return type(value) in _PLAIN
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple | dict) else 0

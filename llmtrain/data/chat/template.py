@@ -4,10 +4,9 @@ The environment is jinja2's sandbox with the options, filters and globals of `ap
 One thing differs on purpose: the clock. `strftime_now` always says the date of the run, or the data
 of a run would change from day to day.
 
-Conversations on which two installations may differ: white space, scripts, tools, reasoning.
-
-Their ids and masks are the fingerprint of a tokenizer and its template (`Chat.probe`). `CALLED`
-shows how a template writes the call of a tool.
+`PROBES` are conversations on which two installations may differ: white space, scripts, tools,
+reasoning. Their ids and masks are the fingerprint of a tokenizer and its template (`Chat.probe`).
+`CALLED` shows how a template writes the call of a tool.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from llmtrain.text import first_line
 if TYPE_CHECKING:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
 
 
 # The templates that come with the package → the tokens that they write.
@@ -248,6 +248,7 @@ def _environment(date: str) -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = clock.strftime
     environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _namespaces()
     return environment
 
 
@@ -290,6 +291,32 @@ def _sandbox() -> type[ImmutableSandboxedEnvironment]:
             return known[key]
 
     return Sandbox
+
+
+@lru_cache(maxsize=1)
+def _namespaces() -> type[Namespace]:
+    """Return the class of namespaces in templates: it refuses names that begin with an underscore.
+
+    `held` is what has been set in one; a template that asks for an attribute does not get it.
+    """
+    from jinja2.exceptions import SecurityError
+    from jinja2.utils import Namespace
+
+    class Checked(Namespace):
+        def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
+            self, args = args[0], args[1:]
+            Namespace.__init__(self)
+            object.__setattr__(self, "held", {})
+            for name, value in dict(*args, **kwargs).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace has no attribute {name!r}")
+            object.__getattribute__(self, "held")[name] = value
+            Namespace.__setitem__(self, name, value)
+
+    return Checked
 
 
 def _to_json(

@@ -1,6 +1,6 @@
 """From the texts of a source to ids: of a text by the tokenizer, of a conversation by its template.
 
-Lanes, the held-out set, censuses and epochs all ask here, so that a document has the same ids
+Lanes, the held-out set and the counts of documents all ask here, so that one has the same ids
 everywhere.
 """
 

@@ -25,8 +25,7 @@ from typing import Any
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
-from llmtrain.data.audit.census import Census, census
-from llmtrain.data.audit.epochs import Epoch, epoch
+from llmtrain.data.audit.count import Counted, Epoch, count_documents, epoch
 from llmtrain.data.audit.first_rows import count_unread
 from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
 from llmtrain.data.batches import batch_of
@@ -216,7 +215,7 @@ def _inspection(
 ) -> Inspection:
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
-    found = [census(manifest, k, encoder, reader, documents) for k in numbers]
+    found = [count_documents(manifest, k, encoder, reader, documents) for k in numbers]
     # Few conversations are counted as by a run, up to the end of its last lane.
     counted = all(one.exact for one in found)
     state = DataState.fresh(manifest) if counted and config.training.epochs is not None else None
@@ -249,7 +248,7 @@ def _inspection(
     )
 
 
-def _chat(found: Sequence[Census]) -> dict[str, Any]:
+def _chat(found: Sequence[Counted]) -> dict[str, Any]:
     """Return the fields of `Inspection` on conversations, of those that were looked at."""
     counts: Counter[str] = Counter()
     for one in found:
@@ -273,7 +272,7 @@ def _blocks_of_run(config: Config, once: Epoch) -> float:
     return training.epochs * once.blocks
 
 
-def _estimates(manifest: Manifest, found: Sequence[Census], once: Epoch) -> tuple[str, ...]:
+def _estimates(manifest: Manifest, found: Sequence[Counted], once: Epoch) -> tuple[str, ...]:
     names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
     # A run counts its conversations up to where its last lane ends, which takes too long here.
     names += [] if once.exact and manifest.chat is None else ["steps_per_epoch"]
@@ -359,7 +358,7 @@ def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _facts(
-    manifest: Manifest, k: int, found: Census, read: float, unread: Mapping[str, int]
+    manifest: Manifest, k: int, found: Counted, read: float, unread: Mapping[str, int]
 ) -> SourceFacts:
     """Return the facts of source k. read: tokens of all sources that the whole run trains on."""
     source = manifest.sources[k]
@@ -383,7 +382,7 @@ def _facts(
     )
 
 
-def _buckets(found: Sequence[Census]) -> tuple[Bucket, ...]:
+def _buckets(found: Sequence[Counted]) -> tuple[Bucket, ...]:
     """Count lengths by powers of two, from the first bucket with a document to the last."""
     counts: Counter[int] = Counter()
     for one in found:

@@ -1,4 +1,6 @@
-"""`llmtrain data tokenize`: write the documents of a config's sources as a token cache.
+"""`llmtrain data tokenize` and `llmtrain data repack`: write data in another form, and go on later.
+
+`tokenize` writes the documents of a config's sources as a token cache:
 
     DIR/NAME.bin, NAME.idx   all usable documents of a source, in order of the manifest
     DIR/NAME.json            where they come from, and which tokenizer was used
@@ -8,16 +10,14 @@
 After the command has finished, the config, the manifest and a copy of the tokenizer stay in
 `.tokenize/`. The same command compares itself with them, finds everything done, and restores
 DIR/tokenizer/ if it is missing. The lock stays too: if it were deleted, one command could hold the
-deleted file while another creates a new one.
+deleted file while another creates a new one. Nothing is held out here: a run that trains on a cache
+decides that itself, by document number.
 
-Nothing is held out here: a run that trains on a cache decides that itself, by document number.
+`repack` rewrites data files of any format as parquet with small row groups. Training reads a row
+group at a time, so small ones keep memory low and mix documents well; a compressed file of lines
+can only be read as a whole.
 
-Run a function over many tasks in spawned processes, which never outlive the command.
-
-`llmtrain data repack`: rewrite data files of any format as parquet with small row groups.
-
-Training reads a row group at a time, so small ones keep memory low and mix documents well. A
-compressed file of lines can only be read as a whole; a parquet file can be read in parts.
+Both run one function over many tasks, in spawned processes that never outlive the command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
@@ -399,49 +398,33 @@ def repack(
 
 
 def _rewrites(path: str, out: Path, group_bytes: int, text_column: str) -> list[Rewrite]:
-    root, files = _files(path)
-    if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
-        raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
-    if Path(path).is_dir() and _inside(out, root):
-        raise UserError(Problem("--out", out, f"a directory outside {path}"))
-    unknown = [file for file in files if file_format(file.name, KINDS) is None]
-    if unknown:
-        expected = ".parquet, .arrow, .jsonl, .json, .txt, .csv or .tsv; .gz or .zst after lines"
-        remedy = "move it away, or name the files with a glob"
-        raise UserError(
-            *bounded([Problem("PATH", str(file), expected, remedy) for file in unknown], "PATH")
-        )
-    make = partial(Rewrite, group_bytes=group_bytes, text_column=text_column)
-    tasks = [make(file, out / _target(file.relative_to(root))) for file in files]
-    _refuse_doubles(tasks)
-    return tasks
-
-
-def _files(path: str) -> tuple[Path, list[Path]]:
-    """Return the directory that the files' names are relative to, and the files."""
     if not is_local(path):
         expected = "a file, a directory or a glob on this machine"
         remedy = f"of the Hub: hf download {path} --repo-type dataset --local-dir DIR, then DIR"
         raise UserError(Problem("PATH", path, expected, remedy))
     root = Path(locate(SourceConfig(path=path), "PATH"))
-    return root, sorted(list_files(path, root, "PATH"))
-
-
-def _target(name: Path) -> Path:
-    return name if name.suffix == ".parquet" else name.with_name(f"{name.name}.parquet")
+    files = sorted(list_files(path, root, "PATH"))
+    if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
+        raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))
+    if Path(path).is_dir() and _inside(out, root):
+        raise UserError(Problem("--out", out, f"a directory outside {path}"))
+    unknown = [file for file in files if file_format(file.name, KINDS) is None]
+    expected = ".parquet, .arrow, .jsonl, .json, .txt, .csv or .tsv; .gz or .zst after lines"
+    remedy = "move it away, or name the files with a glob"
+    raise_any(bounded([Problem("PATH", str(f), expected, remedy) for f in unknown], "PATH"))
+    tasks: dict[Path, Rewrite] = {}
+    for file in files:
+        name = file.name if file.suffix == ".parquet" else f"{file.name}.parquet"
+        target = (out / file.relative_to(root)).with_name(name)
+        if target in tasks:
+            expected = f"a name that does not lead to {target}, as {tasks[target].source} does"
+            raise UserError(Problem("PATH", str(file), expected, "rename one of the two"))
+        tasks[target] = Rewrite(file, target, group_bytes, text_column)
+    return list(tasks.values())
 
 
 def _inside(path: Path, directory: Path) -> bool:
     return path.resolve().is_relative_to(directory.resolve())
-
-
-def _refuse_doubles(tasks: Sequence[Rewrite]) -> None:
-    first: dict[Path, Path] = {}
-    for task in tasks:
-        other = first.setdefault(task.target, task.source)
-        if other != task.source:
-            expected = f"a name that does not lead to {task.target}, as {other} does"
-            raise UserError(Problem("PATH", str(task.source), expected, "rename one of the two"))
 
 
 def _refuse_others(out: Path, targets: Sequence[Path]) -> None:
@@ -451,9 +434,7 @@ def _refuse_others(out: Path, targets: Sequence[Path]) -> None:
     ours, left_over = set(targets), set(out.rglob(".*.partial"))
     found = [file for file in sorted(out.rglob("*")) if file.is_file() and file not in left_over]
     others = [file for file in found if file not in ours or made_of(file) is None]
-    if others:
-        expected = "a directory with nothing but files that this command wrote from PATH"
-        problems = [Problem("--out", str(file), expected) for file in others]
-        raise UserError(*bounded(problems, "--out"))
+    expected = "a directory with nothing but files that this command wrote from PATH"
+    raise_any(bounded([Problem("--out", str(file), expected) for file in others], "--out"))
     for file in left_over:
         file.unlink()

@@ -16,7 +16,7 @@ from llmtrain.checkpoint.read import Found
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data import heldout, survey
-from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.count import epoch
 from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE

@@ -9,7 +9,7 @@ from helpers import chats, corpus, hub
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
-from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.count import epoch
 from llmtrain.data.audit.first_rows import check_first_rows
 from llmtrain.data.audit.ledger import document_of, origins, replay
 from llmtrain.data.chat.rows import BadRowError, to_example

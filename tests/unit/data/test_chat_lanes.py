@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import chats, corpus
 
-from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.count import epoch
 from llmtrain.data.audit.first_rows import with_marks
 from llmtrain.data.audit.ledger import replay
 from llmtrain.data.batches import batch_of

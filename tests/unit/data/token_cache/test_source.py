@@ -9,8 +9,7 @@ from helpers import corpus, megatron
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data import heldout
-from llmtrain.data.audit.census import census
-from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit.count import count_documents, epoch
 from llmtrain.data.audit.ledger import document_of, origins
 from llmtrain.data.documents.reader import Reader, Reading, units_of
 from llmtrain.data.lanes import START, Lane
@@ -349,9 +348,9 @@ def test_the_documents_of_a_block_are_named_by_file_and_number(place, packing):
 
 
 @pytest.mark.parametrize("limit", [0, 20])
-def test_a_census_counts_the_documents_of_a_cache(manifest, place, limit):
+def test_the_documents_of_a_cache_are_counted(manifest, place, limit):
     tokenizer = open_tokenizer(place / "tokenizer")
-    found = census(manifest, 0, Encoder(tokenizer), Reader(Reading(60)), limit)
+    found = count_documents(manifest, 0, Encoder(tokenizer), Reader(Reading(60)), limit)
     documents = [ids for ids in all_documents(place) if ids]
     if limit:
         assert found.looked_at >= limit

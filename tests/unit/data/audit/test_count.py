@@ -6,8 +6,8 @@ import pytest
 from helpers import chats, corpus, megatron, vocabularies
 from helpers.reference_stream import is_heldout, unit_rows
 
-from llmtrain.data.audit import census, epochs
-from llmtrain.data.audit.epochs import epoch
+from llmtrain.data.audit import count
+from llmtrain.data.audit.count import count_documents, epoch
 from llmtrain.data.audit.ledger import replay
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
@@ -19,13 +19,16 @@ from llmtrain.types import Cursor
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    root = tmp_path_factory.mktemp("epochs")
+    root = tmp_path_factory.mktemp("count")
     corpus.write_tokenizer(root / "tokenizer")
     corpus.write_parquet(root / "a.parquet", corpus.articles(4000), group=40)
     corpus.write_jsonl(root / "b.jsonl", corpus.articles(1500, 5000))
     corpus.write_jsonl(root / "mixed" / "c.jsonl.gz", corpus.articles(700, 7000))
     corpus.write_parquet(root / "mixed" / "d.parquet", corpus.articles(900, 8000), group=25)
     corpus.write_lines(root / "mixed" / "e.txt", [b"old stones lie"] * 500)
+    rows = [*corpus.articles(900), {"id": "blank", "title": "", "text": " \n"}]
+    corpus.write_parquet(root / "both" / "1.parquet", rows, group=20)
+    corpus.write_jsonl(root / "both" / "2.jsonl", corpus.articles(300, 2000))
     return root
 
 
@@ -33,23 +36,49 @@ def manifest_of(place, *names, **data):
     return corpus.manifest_of(place / "tokenizer", *[place / name for name in names], **data)
 
 
-def counted(manifest, tokenizer):
-    """Documents and tokens, by the reference's reading of the files."""
-    documents = tokens = 0
+def read(manifest, tokenizer):
+    """Documents, bytes and tokens by the reference's reading: of those held out, and of others."""
+    found = {False: np.zeros(3), True: np.zeros(3)}
     for source in manifest.sources:
         for u, unit in enumerate(source.units):
             for name, text in unit_rows(source, unit):
-                if not is_heldout(source, u, name, manifest.seed):
-                    documents += 1
-                    tokens += len(tokenizer.encode(text)) + 1
-    return documents, tokens
+                if text.strip():
+                    held = is_heldout(source, u, name, manifest.seed)
+                    found[held] += 1, len(text.encode()), len(tokenizer.encode(text)) + 1
+    return found[True], found[False]
+
+
+def of_both(place, limit):
+    tokenizer = open_tokenizer(place / "tokenizer")
+    manifest = manifest_of(place, "both", heldout=0.05)
+    reader = Reader(Reading(60))
+    found = count_documents(manifest, 0, Encoder(tokenizer), reader, limit)
+    return found, *read(manifest, tokenizer)
+
+
+@pytest.mark.parametrize("limit", [0, 5000])
+def test_all_rows_are_counted_by_what_is_trained_on_and_what_is_held_out(place, limit):
+    found, held, training = of_both(place, limit)
+    assert held[0] > 0
+    assert found.exact
+    assert (found.all, found.training) == (tuple(held + training), tuple(training))
+    assert (found.dropped, found.looked_at) == (1, 1201)
+    assert (sum(found.lengths.values()), found.duplicates) == (1200, 0)
+
+
+def test_a_sample_of_rows_stands_for_all_of_its_format(place):
+    found, held, training = of_both(place, 200)
+    assert not found.exact
+    assert 200 <= found.looked_at < 300
+    assert found.all == pytest.approx(tuple(held + training), rel=0.15)
+    assert found.training == pytest.approx(tuple(training), rel=0.15)
 
 
 def test_a_source_of_little_text_is_counted(place):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "a.parquet", "b.jsonl", heldout=0.05, seq_len=100)
     found = epoch(manifest, Encoder(tokenizer), Reading(60))
-    documents, tokens = counted(manifest, tokenizer)
+    documents, _, tokens = read(manifest, tokenizer)[1]
     assert (found.documents, found.tokens) == (documents, tokens)
     assert found.blocks == -(-tokens // 100)
     assert found.exact
@@ -61,9 +90,9 @@ def test_a_sample_tells_the_rest_within_some_percent(place, monkeypatch, name, h
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, name, heldout=heldout)
     exact = epoch(manifest, Encoder(tokenizer), Reading(60))
-    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
-    monkeypatch.setattr(census, "SAMPLED_UNITS", 30)
-    monkeypatch.setattr(census, "SAMPLED_BYTES", 4000)
+    monkeypatch.setattr(count, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(count, "SAMPLED_UNITS", 30)
+    monkeypatch.setattr(count, "SAMPLED_BYTES", 4000)
     estimate = epoch(manifest, Encoder(tokenizer), Reading(60))
     assert exact.exact
     assert not estimate.exact
@@ -82,8 +111,8 @@ def test_an_estimate_reads_no_more_than_its_sample(place, monkeypatch):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "mixed", lanes=48)
     assert len(manifest.sources[0].units) > 40
-    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
-    monkeypatch.setattr(census, "SAMPLED_UNITS", 10)
+    monkeypatch.setattr(count, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(count, "SAMPLED_UNITS", 10)
     monkeypatch.setattr(Reader, "rows", counting)
     first = epoch(manifest, Encoder(tokenizer), Reading(60))
     names = [name for name, _ in read]
@@ -97,7 +126,7 @@ def test_begin_tokens_count_too(place, monkeypatch):
     manifest = manifest_of(place, "a.parquet")
     one, two = (epoch(manifest, Encoder(t), Reading(60)) for t in (plain, begins))
     assert two.tokens == one.tokens + one.documents
-    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(count, "COUNTED_BYTES", 0)
     one, two = (epoch(manifest, Encoder(t), Reading(60)) for t in (plain, begins))
     assert two.tokens == pytest.approx(one.tokens + one.documents, abs=1)
 
@@ -158,9 +187,9 @@ def test_conversations_above_what_is_counted_of_text_are_counted_to_their_end(ta
     manifest, encoder = talks_of(talks)
     state = DataState.fresh(manifest)
     whole = epoch(manifest, encoder, Reading(60), (), state)
-    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
-    monkeypatch.setattr(census, "SAMPLED_UNITS", 2)
-    monkeypatch.setattr(census, "SAMPLED_BYTES", 100)
+    monkeypatch.setattr(count, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(count, "SAMPLED_UNITS", 2)
+    monkeypatch.setattr(count, "SAMPLED_BYTES", 100)
     assert epoch(manifest, encoder, Reading(60), (), state) == whole
     assert whole.exact
     read, last = Counter(), [0] * manifest.lanes
@@ -194,11 +223,11 @@ def test_more_conversations_than_can_be_counted_have_no_counted_end(talks, monke
     manifest, encoder = talks_of(talks)
     state = DataState.fresh(manifest)
     assert epoch(manifest, encoder, Reading(60)).until_end is None  # there is no run
-    monkeypatch.setattr(census, "SAMPLED_UNITS", 2)
-    monkeypatch.setattr(census, "SAMPLED_BYTES", 100)
-    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(count, "SAMPLED_UNITS", 2)
+    monkeypatch.setattr(count, "SAMPLED_BYTES", 100)
+    monkeypatch.setattr(count, "COUNTED_BYTES", 0)
     assert not epoch(manifest, encoder, Reading(60)).exact
-    monkeypatch.setattr(epochs, "COUNTED_CHAT_BYTES", 0)
+    monkeypatch.setattr(count, "COUNTED_CHAT_BYTES", 0)
     found = epoch(manifest, encoder, Reading(60), (), state)
     assert (found.exact, found.until_end) == (False, None)
 
@@ -213,8 +242,7 @@ def test_documents_of_articles_are_estimated_within_two_percent(
     tokenizer = open_tokenizer(place / "tokenizer")
     source = name if name == "sample" else vocabularies.shared(f"wikipedia/{name}")
     manifest = corpus.manifest_of(place / "tokenizer", source, heldout=0.005)
-    monkeypatch.setattr(census, "SAMPLED_BYTES", 4096)
-    monkeypatch.setattr(epochs, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(count, "SAMPLED_BYTES", 4096)
     found = epoch(manifest, Encoder(tokenizer), Reading(60))
     assert not found.exact
     assert found.documents == pytest.approx(documents * 0.995, rel=0.02)
