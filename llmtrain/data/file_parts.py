@@ -114,28 +114,42 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
     kind, compression = file_format(source.files[file].name) or ("", None)
     try:
         if source.cached:
-            return _look_into_tokens(source, file)
+            if not is_index(source.files[file].name):
+                return Look([], None)  # the tokens, which the index beside them describes
+            tokens = open_tokens(Path(source.where(file)))
+            check_tokens(tokens)
+            starts = range(0, tokens.documents, DOCUMENTS_PER_UNIT)
+            units = [
+                Unit(file, 0, start, min(start + DOCUMENTS_PER_UNIT, tokens.documents))
+                for start in starts
+            ]
+            return Look([Part(unit, 0) for unit in units], None)
         if reader.skips_file(source, file) or (source.files[file].size == 0 and kind not in TABLES):
             return Look([], None)
         if kind in TABLES:
             return _look_into_table(source, file, key, reader)
         if compression:
-            _refuse_large(source, file, compression, reader)
+            # Raise UnreadableError for a compressed file that is too large: it can only be read
+            # whole.
+            with reader.units.open(source, file) as opened:
+                if decoded_size(opened, compression, source.files[file].size) > DECODED_LIMIT:
+                    raise UnreadableError(too_large(source.where(file)))
         if kind == "text":
-            return _look_into_text(source, file, bool(compression), reader)
+            compressed = bool(compression)
+            size = source.files[file].size
+            if source.whole_files and size > DECODED_LIMIT:
+                raise UnreadableError(too_large(source.where(file)))
+            whole = compressed or source.whole_files
+            parts = [Part(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
+            if file < CHECKED_FILES:  # to check that it is UTF-8
+                reader.rows(source, parts[0].unit)
+            return Look(parts, [])
         return _look_into_rows(source, file, kind, bool(compression), key, reader)
     except UnreadableError as error:
         skipped = reader.skips_file(source, file, error)
         return Look([], None) if skipped else error.problems[0]
     except UserError as error:
         return error.problems[0]
-
-
-def _refuse_large(source: Source, file: int, compression: str, reader: Reader) -> None:
-    """Raise UnreadableError for a compressed file that is too large: it can only be read whole."""
-    with reader.units.open(source, file) as opened:
-        if decoded_size(opened, compression, source.files[file].size) > DECODED_LIMIT:
-            raise UnreadableError(too_large(source.where(file)))
 
 
 def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
@@ -208,29 +222,6 @@ def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> P
     ours = set(there) - set(source.columns.values())
     problem = refused_columns(source.form, ours, f"{key}.columns", source.columns)
     return problem and replace(problem, value=f"{problem.value} in {harmless(where)}")
-
-
-def _look_into_tokens(source: Source, file: int) -> Look:
-    if not is_index(source.files[file].name):
-        return Look([], None)  # the tokens, which the index beside them describes
-    tokens = open_tokens(Path(source.where(file)))
-    check_tokens(tokens)
-    starts = range(0, tokens.documents, DOCUMENTS_PER_UNIT)
-    units = [
-        Unit(file, 0, start, min(start + DOCUMENTS_PER_UNIT, tokens.documents)) for start in starts
-    ]
-    return Look([Part(unit, 0) for unit in units], None)
-
-
-def _look_into_text(source: Source, file: int, compressed: bool, reader: Reader) -> Look:
-    size = source.files[file].size
-    if source.whole_files and size > DECODED_LIMIT:
-        raise UnreadableError(too_large(source.where(file)))
-    whole = compressed or source.whole_files
-    parts = [Part(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
-    if file < CHECKED_FILES:  # to check that it is UTF-8
-        reader.rows(source, parts[0].unit)
-    return Look(parts, [])
 
 
 def _look_into_rows(

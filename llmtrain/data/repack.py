@@ -233,31 +233,28 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
     types: dict[str, pa.DataType] = {}
     for rows in _rows(path, compression):
         for name in {key: None for _, row in rows for key in row}:
-            types[name] = _type_of(path, name, types.get(name, pa.null()), rows)
+            # A type for the values of a key that also has those of the type `known`.
+            known = types.get(name, pa.null())
+            values = [row.get(name) for _, row in rows]
+            found = _unify(known, values)
+            if found is None:
+                n = bisect(
+                    range(len(values)), 0, key=lambda n: _unify(known, values[: n + 1]) is None
+                )
+                before = _unify(known, values[:n])
+                expected = "a value that a column of parquet can hold"
+                if before is not None and not pa.types.is_null(before):
+                    expected += f" beside the {before} of the lines before"
+                where = f"{path}, line {rows[n][0]}, key {name}"
+                remedy = "give the key values of one type, strings for example, or leave it out"
+                raise UserError(Problem(where, clip(json.dumps(values[n]), 60), expected, remedy))
+            types[name] = found
     nulls = {name: pa.string() for name, kind in types.items() if pa.types.is_null(kind)}
     schema = pa.schema(types | nulls)  # `datasets` cannot read a column of type null
     return schema, (
         pa.RecordBatch.from_pylist([row for _, row in rows], schema=schema)
         for rows in _rows(path, compression)
     )
-
-
-def _type_of(
-    path: Path, name: str, known: pa.DataType, rows: list[tuple[int, dict[str, Any]]]
-) -> pa.DataType:
-    """Return a type for the values of a key that also has those of the type `known`."""
-    values = [row.get(name) for _, row in rows]
-    found = _unify(known, values)
-    if found is None:
-        n = bisect(range(len(values)), 0, key=lambda n: _unify(known, values[: n + 1]) is None)
-        before = _unify(known, values[:n])
-        expected = "a value that a column of parquet can hold"
-        if before is not None and not pa.types.is_null(before):
-            expected += f" beside the {before} of the lines before"
-        where = f"{path}, line {rows[n][0]}, key {name}"
-        remedy = "give the key values of one type, strings for example, or leave it out"
-        raise UserError(Problem(where, clip(json.dumps(values[n]), 60), expected, remedy))
-    return found
 
 
 def _unify(known: pa.DataType, values: list[Any]) -> pa.DataType | None:

@@ -263,13 +263,6 @@ class Chat:
         """Return messages with the arguments of their calls as the template takes them."""
         return example.messages if self.arguments == "object" else example.with_strings
 
-    def _turns_to_train(self, example: Example) -> list[int]:
-        """Return the indices of the messages to train. A first message has no prompt."""
-        turns = [n for n, one in enumerate(example.messages) if one["role"] == "assistant"]
-        if self.settings.train_turns == "last":
-            turns = turns[-1:]
-        return [n for n in turns if n > 0 and n not in example.untrained]
-
     def _pieces(self, example: Example, counts: Counter[str]) -> Sequence[Iterable[TokenSequence]]:
         """Return the sequences of each piece, which may be too long."""
         if example.text is None:
@@ -280,7 +273,11 @@ class Chat:
         self, example: Example, counts: Counter[str]
     ) -> Sequence[Iterable[TokenSequence]]:
         """Return the sequences of a conversation, of each piece if it is split."""
-        trained = self._turns_to_train(example)
+        # The indices of the messages to train. A first message has no prompt.
+        turns = [n for n, one in enumerate(example.messages) if one["role"] == "assistant"]
+        if self.settings.train_turns == "last":
+            turns = turns[-1:]
+        trained = [n for n in turns if n > 0 and n not in example.untrained]
         if not trained:
             return []
         messages = self._with_arguments(example)
@@ -308,14 +305,27 @@ class Chat:
     def _render_turns(
         self, messages: Sequence[Message], tools: Tools, trained: list[int], counts: Counter[str]
     ) -> Iterator[TokenSequence]:
-        hopeless, truncated = self._is_hopeless(messages), self.settings.too_long == "truncate"
+        # Whether the texts of the many messages before one are too long already. Its prompt is
+        # longer still, whatever the template puts around them.
+        ids = [0]  # of the texts before each message
+
+        def is_hopeless(index: int) -> bool:
+            if index < MANY:  # they cost more to look at than to render
+                return False
+            for message in messages[len(ids) - 1 : index]:
+                text = split_reasoning(message)[1].strip()
+                more = len(self._encoder.encode(text, "glued").ids) - 1  # one may merge with others
+                ids.append(ids[-1] + more)
+            return ids[index] > self.seq_len
+
+        truncated = self.settings.too_long == "truncate"
         if truncated and self.settings.rewritten_history != "last":
-            last = next(filter(hopeless, trained), trained[-1])  # of its answer nothing is left
+            last = next(filter(is_hopeless, trained), trained[-1])  # of its answer nothing is left
             within = trained[: trained.index(last) + 1]
         else:
             within = trained
         beginnings = self._template.beginnings(messages, tools)
-        turns = find_turns(beginnings, messages, within, self._end, hopeless)
+        turns = find_turns(beginnings, messages, within, self._end, is_hopeless)
         groups = group(turns)
         counts["rewritten"] += len(groups) - 1
         if len(groups) > 1 and self.settings.rewritten_history == "error":
@@ -328,24 +338,6 @@ class Chat:
         limit = self.seq_len if truncated else math.inf
         for turns in groups:
             yield from to_sequences(self._encoder, turns, self._end, counts, limit)
-
-    def _is_hopeless(self, messages: Sequence[Message]) -> Callable[[int], bool]:
-        """Return whether the texts of the many messages before one are too long already.
-
-        Its prompt is longer still, whatever the template puts around them.
-        """
-        ids = [0]  # of the texts before each message
-
-        def is_hopeless(index: int) -> bool:
-            if index < MANY:  # they cost more to look at than to render
-                return False
-            for message in messages[len(ids) - 1 : index]:
-                text = split_reasoning(message)[1].strip()
-                more = len(self._encoder.encode(text, "glued").ids) - 1  # one may merge with others
-                ids.append(ids[-1] + more)
-            return ids[index] > self.seq_len
-
-        return is_hopeless
 
     def _of_strings(
         self, prompt: str, completion: str, counts: Counter[str]

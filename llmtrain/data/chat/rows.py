@@ -249,7 +249,9 @@ def to_example(
     if reading == 1:
         row = {key: value for key, value in row.items() if key not in _SINCE_2}
     elif not is_named(form, columns):
-        _refuse_judgements(row)
+        if judgements := [name for name in JUDGEMENTS if row.get(name) is not None]:
+            why = f"it has {', '.join(judgements)}: feedback and pairs are not trained as chat"
+            raise BadRowError("judgement", why)
         _refuse_masks(row, "the row")
     example = _parse(row, form, reading)
     if row.get("train") is not False if reading == 1 else _is_trained(row):
@@ -288,12 +290,6 @@ def _our_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, An
     return {**{key: value for key, value in row.items() if key not in theirs}, **ours}
 
 
-def _refuse_judgements(row: Mapping[str, Any]) -> None:
-    if judgements := [name for name in JUDGEMENTS if row.get(name) is not None]:
-        why = f"it has {', '.join(judgements)}: feedback and pairs are not trained as chat"
-        raise BadRowError("judgement", why)
-
-
 def _refuse_masks(named: Mapping[str, Any], what: str, *more: str) -> None:
     for name, value in named.items():
         if name.lower() in (*MASKS, *more) and value is not None:
@@ -309,7 +305,19 @@ def _parse(row: Mapping[str, Any], form: str, reading: int) -> Example:
             said = [_of_sharegpt(one) for one in _list(row, "conversations")]
             return _conversation(row, said, reading)
         case "prompt_completion":
-            return _prompt_and_completion(row, reading)
+            prompt, completion = row.get("prompt"), row.get("completion")
+            if isinstance(prompt, list) and isinstance(completion, list):
+                return _conversation(row, [*prompt, *completion], reading, prompts=len(prompt))
+            if not isinstance(prompt, str) or not isinstance(completion, str):
+                both = f"prompt is {_show(prompt)} and completion is {_show(completion)}"
+                expected = "both must be strings, or both lists of messages"
+                raise BadRowError("prompt", f"{both}; {expected}")
+            if not completion.strip():
+                raise BadRowError("answer", "the completion is blank")
+            for name in ("system", "system_prompt", "tools", "functions"):
+                if row.get(name):
+                    raise BadRowError("prompt", f"{name!r} beside a prompt that is a string")
+            return Example((), None, (prompt, completion))
         case "alpaca":
             return _conversation(row, _of_alpaca(row, reading), reading)
     raise AssertionError(form)
@@ -334,7 +342,10 @@ def _conversation(
     elif system and reading > 1 and written[0]["content"] != system:
         raise BadRowError("system", "its system column differs from its first message")
     messages = [_with_arguments(one, _meant) for one in written]
-    _refuse_blank_answers(messages)
+    answers = (one for one in messages if one["role"] == "assistant")
+    for turn, one in enumerate(answers, start=1):
+        if not one["content"].strip() and not one.get("tool_calls"):
+            raise BadRowError("answer", f"turn {turn}: the assistant's answer is blank")
     tools = _tools(_one_of(row, "tools", "functions"))
     if tools and not row.get("tools"):  # OpenAI's older form
         tools = [
@@ -454,21 +465,6 @@ def _of_sharegpt(raw: Any) -> Any:
     return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _prompt_and_completion(row: Mapping[str, Any], reading: int) -> Example:
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation(row, [*prompt, *completion], reading, prompts=len(prompt))
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        why = f"prompt is {_show(prompt)} and completion is {_show(completion)}; both must be "
-        raise BadRowError("prompt", why + "strings, or both lists of messages")
-    if not completion.strip():
-        raise BadRowError("answer", "the completion is blank")
-    for name in ("system", "system_prompt", "tools", "functions"):
-        if row.get(name):
-            raise BadRowError("prompt", f"{name!r} beside a prompt that is a string")
-    return Example((), None, (prompt, completion))
-
-
 def _of_alpaca(row: Mapping[str, Any], reading: int) -> list[Message]:
     instruction, given = row.get("instruction"), row.get("input")
     if not isinstance(instruction, str):
@@ -490,13 +486,6 @@ def _of_alpaca(row: Mapping[str, Any], reading: int) -> list[Message]:
         for pair in [*pairs, (asked, row.get("output"))]
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-
-
-def _refuse_blank_answers(messages: Iterable[Message]) -> None:
-    answers = (one for one in messages if one["role"] == "assistant")
-    for turn, one in enumerate(answers, start=1):
-        if not one["content"].strip() and not one.get("tool_calls"):
-            raise BadRowError("answer", f"turn {turn}: the assistant's answer is blank")
 
 
 def _is_trained(named: dict[str, Any], reading: int = READING) -> bool:

@@ -128,7 +128,8 @@ def refuse_other_encoding(texts: pa.Array, where: str) -> None:
     """
     try:
         valid = texts.cast(pa.large_string())
-        if not _has_nul(valid):
+        data = valid.buffers()[2]
+        if data is None or np.frombuffer(data, np.uint8).all():
             return
     except pa.ArrowInvalid:
         pass  # counted below
@@ -140,8 +141,3 @@ def refuse_other_encoding(texts: pa.Array, where: str) -> None:
         characters += len(text)
     if wrong >= MIN_REPLACED and wrong * REPLACED_SHARE > characters:
         raise UnreadableError(not_utf_8(where, f"{wrong} of {characters} characters are none"))
-
-
-def _has_nul(texts: pa.Array) -> bool:
-    data = texts.buffers()[2]
-    return data is not None and not np.frombuffer(data, np.uint8).all()

@@ -96,7 +96,15 @@ class Units:
             if unit.group < 0:
                 return self._rows_kept(source, unit, left_out)
             if _kind(source, unit.file) == "arrow":
-                return self._rows_of_batch(source, unit)
+                batches = self.batches(source, unit.file)
+                if unit.group >= len(batches) or unit.stop > len(batches[unit.group]):
+                    raise UserError(_fewer_rows(source, unit))
+                self.reads += 1
+                batch = batches[unit.group].slice(unit.start, unit.stop - unit.start)
+                names = [name for name in batch.schema.names if name in columns_of(source)]
+                rows = _rows_of(pa.Table.from_batches([batch.select(names)]), source)
+                refuse_other_encoding(rows.texts, place_of(source, unit))
+                return rows
             footer = self.footer(source, unit.file)
             if unit.group >= footer.num_row_groups:
                 raise UserError(_fewer_rows(source, unit))
@@ -144,17 +152,6 @@ class Units:
             if len(self._mapped) > OPEN_FOOTERS:
                 self._mapped.popitem(last=False)
         return found
-
-    def _rows_of_batch(self, source: Source, unit: Unit) -> Rows:
-        batches = self.batches(source, unit.file)
-        if unit.group >= len(batches) or unit.stop > len(batches[unit.group]):
-            raise UserError(_fewer_rows(source, unit))
-        self.reads += 1
-        batch = batches[unit.group].slice(unit.start, unit.stop - unit.start)
-        names = [name for name in batch.schema.names if name in columns_of(source)]
-        rows = _rows_of(pa.Table.from_batches([batch.select(names)]), source)
-        refuse_other_encoding(rows.texts, place_of(source, unit))
-        return rows
 
     def _read_footer(self, source: Source, file: int) -> pq.FileMetaData:
         if not source.remote:

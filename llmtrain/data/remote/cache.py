@@ -277,7 +277,10 @@ class Ranges:
         if content is None:
             content = self._read(key, deadline)
         if again and self._cache is None:
-            self._keep(key, content)
+            with self._lock:
+                self._kept[key] = content
+                while sum(map(len, self._kept.values())) > KEPT_BYTES:
+                    self._kept.popitem(last=False)
         return content
 
     def _admit(self) -> None:
@@ -325,9 +328,3 @@ class Ranges:
         if self._cache:
             self._cache.put(file.etag, start, end, content)
         return content
-
-    def _keep(self, key: Range, content: bytes) -> None:
-        with self._lock:
-            self._kept[key] = content
-            while sum(map(len, self._kept.values())) > KEPT_BYTES:
-                self._kept.popitem(last=False)

@@ -130,7 +130,16 @@ def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> byte
             if answer.status_code in MOVED and "location" in answer.headers:
                 return urljoin(target, answer.headers["location"])
             _accept(answer.status_code, answer.headers, start, end, file.size)
-            return _body(answer, end - start, until)
+            # Read the body as it arrives: chunks of a fixed size would hide that it is too slow.
+            length = end - start
+            body = bytearray()
+            for chunk in answer.iter_raw():
+                body += chunk
+                if len(body) > length or time.monotonic() > until:
+                    break
+            if len(body) != length:
+                raise AttemptError(f"{len(body)} bytes instead of {length}")
+            return bytes(body)
     except OfflineModeIsEnabled as error:
         raise UserError(offline(file.url, start, end)) from error
     except (client.HTTPError, client.InvalidURL) as error:
@@ -164,18 +173,6 @@ def _accept(status: int, headers: Mapping[str, str], start: int, end: int, size:
         raise AttemptError(f"HTTP {status}", asked_wait(headers))
     if headers.get("content-range") != f"bytes {start}-{end - 1}/{size}":
         raise AttemptError("an answer with another range")
-
-
-def _body(answer: Any, length: int, until: float) -> bytes:
-    """Read the body as it arrives: chunks of a fixed size would hide that it is too slow."""
-    body = bytearray()
-    for chunk in answer.iter_raw():
-        body += chunk
-        if len(body) > length or time.monotonic() > until:
-            break
-    if len(body) != length:
-        raise AttemptError(f"{len(body)} bytes instead of {length}")
-    return bytes(body)
 
 
 def offline(url: str, start: int, end: int) -> Problem:

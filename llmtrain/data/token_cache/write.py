@@ -147,7 +147,17 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
         with replacing(index.with_suffix(".bin")) as tokens:
             for part in parts:
                 _append(part, code, tokens, indices)
-        _write_offsets(indices, documents, np.dtype(DTYPES[code]).itemsize)
+        # Write, after the lengths, the byte of the `.bin` at which each document begins.
+        itemsize = np.dtype(DTYPES[code]).itemsize
+        position = 0
+        for start in range(0, documents, CHUNK_BYTES // 8):
+            count = min(documents - start, CHUNK_BYTES // 8)
+            indices.seek(HEADER.size + 4 * start)
+            lengths = np.frombuffer(indices.read(4 * count), "<i4").astype("<i8") * itemsize
+            ends = position + np.cumsum(lengths)
+            indices.seek(0, os.SEEK_END)
+            indices.write((ends - lengths).astype("<i8").tobytes())
+            position = int(ends[-1])
         _write_borders(indices, documents)
 
 
@@ -191,19 +201,6 @@ def _refuse_changed(part: Path) -> NoReturn:
     part.unlink(missing_ok=True)
     message = f"{part} is not what was written: the disk, or another program, changed it"
     raise RunError(message, RESTARTABLE, "give the same command again: it writes that part again")
-
-
-def _write_offsets(indices: BinaryIO, documents: int, itemsize: int) -> None:
-    """Write, after the lengths, the byte of the `.bin` at which each document begins."""
-    position = 0
-    for start in range(0, documents, CHUNK_BYTES // 8):
-        count = min(documents - start, CHUNK_BYTES // 8)
-        indices.seek(HEADER.size + 4 * start)
-        lengths = np.frombuffer(indices.read(4 * count), "<i4").astype("<i8") * itemsize
-        ends = position + np.cumsum(lengths)
-        indices.seek(0, os.SEEK_END)
-        indices.write((ends - lengths).astype("<i8").tobytes())
-        position = int(ends[-1])
 
 
 def _write_borders(indices: BinaryIO, documents: int) -> None:

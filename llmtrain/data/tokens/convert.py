@@ -78,7 +78,8 @@ def convert(description: Description) -> Converted:
 
     vocab: dict[str, int] = description["model"]["vocab"]
     names = [*byte_symbols(), *merge_results(description)]
-    keys = _to_bytes(names)
+    table = str.maketrans({symbol: chr(byte) for symbol, byte in byte_symbols().items()})
+    keys = [name.encode("latin-1") for name in _GAP.join(names).translate(table).split(_GAP)]
     ids = [vocab[name] for name in names]
     # Ranks only have to be ordered, so they are the ids, unless these contradict the merges' order.
     ordered = ids[256:] == sorted(ids[256:])
@@ -98,12 +99,6 @@ def convert(description: Description) -> Converted:
         if _steps(description, "normalizer")
         else None,
     )
-
-
-def _to_bytes(names: Sequence[str]) -> list[bytes]:
-    """Return the bytes that names of entries stand for; at once, as there are 150,000 of them."""
-    table = str.maketrans({symbol: chr(byte) for symbol, byte in byte_symbols().items()})
-    return [name.encode("latin-1") for name in _GAP.join(names).translate(table).split(_GAP)]
 
 
 def obstacles(description: Description) -> Iterator[str]:

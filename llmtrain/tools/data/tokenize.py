@@ -52,7 +52,7 @@ from llmtrain.config.schema import (
     TrainTokenizer,
 )
 from llmtrain.data.documents.reader import Reading, reading_of
-from llmtrain.data.manifest import Manifest, Source
+from llmtrain.data.manifest import Manifest
 from llmtrain.data.repack import KINDS, Rewrite, finished_rows, made_of, rewrite
 from llmtrain.data.sources.local import bounded, distinct, file_format, is_local, list_files, locate
 from llmtrain.data.survey import check, survey
@@ -279,7 +279,11 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
             shutil.rmtree(entry, ignore_errors=True)
         contents.write_atomically(record, dump(config).encode())
         found = survey(data_settings(config), 1, work)
-        _check_texts(found.sources)
+        # Raise UserError with every source that has no texts to tokenize.
+        cached = "documents of text; a token cache is tokenized already"
+        talks = "documents of text: a token cache cannot say which tokens of a turn are trained"
+        refused = (one for one in found.sources if one.cached or one.form is not None)
+        raise_any(Problem("data.sources", s.path, cached if s.cached else talks) for s in refused)
         write_data(config, found, work, None)
     manifest = load_manifest(config, work)
     tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
@@ -291,14 +295,6 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
             raise UserError(*problems) from error
     _copy(work / contents.TOKENIZER, out / contents.TOKENIZER)
     return manifest, tokenizer
-
-
-def _check_texts(sources: Sequence[Source]) -> None:
-    """Raise UserError with every source that has no texts to tokenize."""
-    cached = "documents of text; a token cache is tokenized already"
-    talks = "documents of text: a token cache cannot say which tokens of a turn are trained"
-    refused = (one for one in sources if one.cached or one.form is not None)
-    raise_any(Problem("data.sources", s.path, cached if s.cached else talks) for s in refused)
 
 
 def _refuse(changed: Sequence[Change], out: Path) -> None:
@@ -329,7 +325,10 @@ def _write(
     for left_over in [*work.glob(f"{PARTS}/*/.*.partial"), *paths[0].parent.glob(".*.partial")]:
         left_over.unlink()
     tasks = [task for k in missing for task in _tasks(manifest, k, code, reading)]
-    _write_parts(tasks, jobs, progress)
+    for folder in {task.path.parent for task in tasks}:
+        folder.mkdir(parents=True, exist_ok=True)
+    there = [counts_of(task.path, task.code) for task in tasks]
+    each_left(write_part, tasks, there, jobs, attrgetter("tokens"), progress)
     for k in missing:
         parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
@@ -346,13 +345,6 @@ def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[
         path = work / PARTS / f"{k}" / f"part-{u:08d}"
         tokenizer = work / contents.TOKENIZER
         yield Task(alone, unit._replace(file=0), path, code, tokenizer, backend, reading)
-
-
-def _write_parts(tasks: Sequence[Task], jobs: int, progress: Progress) -> None:
-    for folder in {task.path.parent for task in tasks}:
-        folder.mkdir(parents=True, exist_ok=True)
-    there = [counts_of(task.path, task.code) for task in tasks]
-    each_left(write_part, tasks, there, jobs, attrgetter("tokens"), progress)
 
 
 def _join(parts: Sequence[Path], path: Path, code: int, origin: dict[str, object]) -> None:
@@ -390,7 +382,17 @@ def repack(
     """
     began = time.perf_counter()
     tasks = _rewrites(path, out, int(group_mb * 2**20), text_column)
-    _refuse_others(out, [task.target for task in tasks])
+    # Raise UserError for files in `out` that this command did not write; delete partial ones.
+    targets = [task.target for task in tasks]
+    if out.exists() and not out.is_dir():
+        raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
+    ours, left_over = set(targets), set(out.rglob(".*.partial"))
+    found = [file for file in sorted(out.rglob("*")) if file.is_file() and file not in left_over]
+    others = [file for file in found if file not in ours or made_of(file) is None]
+    expected = "a directory with nothing but files that this command wrote from PATH"
+    raise_any(bounded([Problem("--out", str(file), expected) for file in others], "--out"))
+    for file in left_over:
+        file.unlink()
     known = [finished_rows(task) for task in tasks]
     rows = each_left(rewrite, tasks, known, jobs, int, progress)
     files = tuple(task.target.relative_to(out).as_posix() for task in tasks)
@@ -425,16 +427,3 @@ def _rewrites(path: str, out: Path, group_bytes: int, text_column: str) -> list[
 
 def _inside(path: Path, directory: Path) -> bool:
     return path.resolve().is_relative_to(directory.resolve())
-
-
-def _refuse_others(out: Path, targets: Sequence[Path]) -> None:
-    """Raise UserError for files in `out` that this command did not write; delete partial ones."""
-    if out.exists() and not out.is_dir():
-        raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
-    ours, left_over = set(targets), set(out.rglob(".*.partial"))
-    found = [file for file in sorted(out.rglob("*")) if file.is_file() and file not in left_over]
-    others = [file for file in found if file not in ours or made_of(file) is None]
-    expected = "a directory with nothing but files that this command wrote from PATH"
-    raise_any(bounded([Problem("--out", str(file), expected) for file in others], "--out"))
-    for file in left_over:
-        file.unlink()

@@ -121,7 +121,19 @@ def which(
     Raises UserError for a step that the run has not made, for data that is missing or changed, and
     if the recomputed digest is not the logged one.
     """
-    _check_run(run_dir, overrides)
+    problems = [
+        Problem(f"override {one}", None, "data.sources.0.path=…: the run decides all but places")
+        for one in overrides
+        if not _PLACE.match(one)
+    ]
+    if not run_dir.is_dir():
+        problems.append(Problem("RUN", str(run_dir), "a run directory that exists"))
+    elif not (run_dir / contents.CONFIG).is_file():
+        problems.append(Problem("RUN", str(run_dir), "a run directory: it has no config.yaml"))
+    elif not (run_dir / contents.MANIFEST).is_file():
+        expected = "a run with a manifest.json: this one ended before its data was prepared"
+        problems.append(Problem("RUN", str(run_dir), expected))
+    raise_any(problems)
     config = load_config(run_dir / contents.CONFIG, overrides)
     start = _start_of(run_dir, step)
     manifest = _manifest(run_dir, config)
@@ -137,22 +149,6 @@ def which(
         checked_at = _check_digest(start, digests)
         documents = _documents(manifest, reader, numbered, encoder.tokenizer if text else None)
     return StepDocuments(step, f"{digests[step]:016x}", checked_at, len(numbered), documents)
-
-
-def _check_run(run_dir: Path, overrides: Sequence[str]) -> None:
-    problems = [
-        Problem(f"override {one}", None, "data.sources.0.path=…: the run decides all but places")
-        for one in overrides
-        if not _PLACE.match(one)
-    ]
-    if not run_dir.is_dir():
-        problems.append(Problem("RUN", str(run_dir), "a run directory that exists"))
-    elif not (run_dir / contents.CONFIG).is_file():
-        problems.append(Problem("RUN", str(run_dir), "a run directory: it has no config.yaml"))
-    elif not (run_dir / contents.MANIFEST).is_file():
-        expected = "a run with a manifest.json: this one ended before its data was prepared"
-        problems.append(Problem("RUN", str(run_dir), expected))
-    raise_any(problems)
 
 
 def _start_of(run_dir: Path, step: int) -> _Start:
