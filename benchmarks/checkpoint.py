@@ -65,19 +65,19 @@ def pieces_of(values: Values) -> Iterator[Piece]:
     return (Piece(name, 0, value.view(-1)) for name, value in values.items())
 
 
-def begin(root: Path, step: int, spec: Spec, who: Any = None, files: int = 1) -> write.Begun:
+def begin(root: Path, step: int, spec: Spec, who: Any = None, files: int = 1) -> write.OpenSave:
     """Begin a save, with so many small files."""
     state = form.canonical({"format": 1, "run_id": RUN, "step": step, "evaluation": None})
     small = {f"small-{i}.json": b"{}" * 500 for i in range(files - 1)}
     small |= {"config.json": b"{}", form.STATE: state}
     begun = write.begin(root, step, spec, small, who or Alone(), RUN)
-    assert isinstance(begun, write.Begun), begun
+    assert isinstance(begun, write.OpenSave), begun
     return begun
 
 
-def commit(begun: write.Begun, extents: Any, error: Any = None, who: Any = None) -> str:
+def commit(begun: write.OpenSave, extents: Any, error: Any = None, who: Any = None) -> str:
     done = write.commit(begun, extents, error, who or Alone())
-    assert isinstance(done, write.Committed), done
+    assert isinstance(done, write.SavedCheckpoint), done
     return done.name
 
 
@@ -251,7 +251,7 @@ def resume(config: str, steps: int) -> dict[str, Any]:
             told.setdefault("start_cpu", time.process_time() - began[1])
             original(run, step)
 
-        search, fill = partial(timed, read.find), partial(timed, read.fill)
+        search, fill = partial(timed, read.find), partial(timed, read.load_tensors)
         with mock.patch.multiple(read, find=search, fill=fill), around(begin=begins):
             again = load_config(config, [f"training.steps={steps + 1}"])
             train(again)
@@ -339,7 +339,7 @@ def above(kind: str, parameters: int, folder: str) -> dict[str, int]:
         found = read.find(root, None, Alone())
         assert found is not None
         values = values_of(spec)
-        read.fill(found, spec, pieces_of(values), Alone())
+        read.load_tensors(found, spec, pieces_of(values), Alone())
         return values
 
     spec = spec_of(1, 64)  # what libraries take at their first use is no part of it
@@ -366,11 +366,11 @@ def sent(spec: Spec, root: Path) -> int:
 
     import torch.distributed as dist
 
-    from llmtrain.distributed.ranks import Group
+    from llmtrain.distributed.ranks import RankGroup
     from llmtrain.metrics.memory import reset_peak
 
     dist.init_process_group("gloo")
-    group, half = Group(timedelta(minutes=5)), WIDTH**2 // RANKS
+    group, half = RankGroup(timedelta(minutes=5)), WIDTH**2 // RANKS
     names = [name for part in spec.values() for name in part]
     own = [Piece(name, half * group.rank, torch.randn(half)) for name in names]
     group.vote(None)

@@ -73,14 +73,14 @@ def conversations(bench: Bench, train: Path, tokenizer: Path) -> Path:
 def speed(bench: Bench) -> None:
     import tokenizers
 
-    from llmtrain.data.tokens.encode import Encoder, open_chat
+    from llmtrain.data.tokens.encode import DocumentEncoder, open_chat
     from llmtrain.data.tokens.tokenizer import open_tokenizer
 
     if (places := shared(bench, TRAIN, QWEN3)) is None:
         return
     manifest, directory = prepared(conversations(bench, *places))
     opened = open_tokenizer(directory, manifest.tokenizer.backend)
-    encoder = Encoder(opened, open_chat(directory, manifest.chat, LONG, opened))
+    encoder = DocumentEncoder(opened, open_chat(directory, manifest.chat, LONG, opened))
     source = manifest.sources[0]
     rows = [row for row in places[0].read_text("utf-8").split("\n") if row.strip()]
     rows = rows[: bench.sizes.rows]

@@ -78,7 +78,7 @@ class Outcome(Generic[T]):
         return self.returned[0]
 
 
-def attempt(work: Callable[[], T]) -> Outcome[T]:
+def captured(work: Callable[[], T]) -> Outcome[T]:
     """Do `work` and keep its result or exception, so that other ranks can first learn of it."""
     try:
         return Outcome((work(),))
@@ -91,7 +91,7 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
 
     The failing rank raises its own error, the others a `PeerError` with its text and exit code.
     """
-    outcome = attempt(work)
+    outcome = captured(work)
     refuse(ranks.vote(outcome.error), outcome.error)
     return outcome.result()
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from llmtrain import faults, system
-from llmtrain.agreement import attempt
+from llmtrain.agreement import captured
 from llmtrain.checkpoint import write
 from llmtrain.checkpoint.format import Extents
-from llmtrain.checkpoint.write import Begun
+from llmtrain.checkpoint.write import OpenSave
 from llmtrain.types import Piece
 
 CHUNK_BYTES = 64 << 20  # of one host buffer; torch rounds pinned memory up to powers of two
@@ -77,7 +77,7 @@ class Writer:
         count = -(-nbytes // CHUNK_BYTES)
         self._reserved = system.begin_in_thread(partial(self._reserve, count), "pinned memory")
 
-    def submit(self, begun: Begun, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
+    def submit(self, begun: OpenSave, pieces: Iterable[Piece], at_once: frozenset[str]) -> None:
         """Copy and write this rank's ranges in a thread.
 
         The caller may continue, but may change the pieces only after `wait_snapshot`. A rank
@@ -90,7 +90,7 @@ class Writer:
         self._blocked = 0.0
         self._copied.clear()
         with self._measure_wait():
-            prepared = attempt(lambda: self._prepare(pieces, at_once))
+            prepared = captured(lambda: self._prepare(pieces, at_once))
         if copies := next(iter(prepared.returned), None):
             run = partial(self._run, begun, copies, at_once)
             self._work = system.begin_in_thread(run, "checkpoint")
@@ -138,7 +138,7 @@ class Writer:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         return copies
 
-    def _run(self, begun: Begun, copies: list[_Copy], at_once: frozenset[str]) -> Extents:
+    def _run(self, begun: OpenSave, copies: list[_Copy], at_once: frozenset[str]) -> Extents:
         """Copy the rest and write everything. Runs in the thread."""
         try:
             faults.hit("save.snapshot", step=begun.step)

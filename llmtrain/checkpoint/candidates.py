@@ -32,7 +32,7 @@ from typing import Any
 from llmtrain import faults, system
 from llmtrain.checkpoint import format
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.format import DamagedError, Manifest, OtherFormatError
+from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, OtherFormatError
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
 
@@ -187,7 +187,7 @@ class Candidate:
     """
 
     name: str
-    manifest: Manifest
+    manifest: CheckpointManifest
     state: dict[str, Any]
     newer: tuple[str, ...] = ()
 
@@ -327,7 +327,7 @@ def of_our_format(path: Path) -> Iterator[None]:
         raise UserError(_other_format(path, error)) from error
 
 
-def state_of(path: Path, manifest: Manifest) -> dict[str, Any]:
+def state_of(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
     """Read the state of a checkpoint. Raises DamagedError or OtherFormatError."""
     state = form.state(path)
     if state.get("format") != form.FORMAT:
@@ -348,7 +348,7 @@ def _other_format(path: Path, error: OtherFormatError) -> Problem:
     )
 
 
-def _outside(path: Path) -> tuple[Manifest, dict[str, Any]]:
+def _outside(path: Path) -> tuple[CheckpointManifest, dict[str, Any]]:
     """Read manifest and state, and check every file's size and header."""
     with of_our_format(path):
         manifest = form.load(path)

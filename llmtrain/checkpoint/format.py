@@ -92,7 +92,7 @@ class Extent(NamedTuple):
     digest: str
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is: its file, and the offset of its first byte in that file."""
 
     file: str
@@ -112,7 +112,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint consists of."""
 
     run_id: str
@@ -161,21 +161,21 @@ def file_bytes(part: Mapping[str, TensorSpec]) -> int:
     return len(header(part)) + sum(map(tensor_bytes, part.values()))
 
 
-def places_in(file: str, part: Mapping[str, TensorSpec], start: int) -> dict[str, Place]:
+def places_in(file: str, part: Mapping[str, TensorSpec], start: int) -> dict[str, TensorLocation]:
     """Return where the tensors of one file are; `start` is the length of its header in bytes."""
     places = {}
     for name, tensor in part.items():
-        places[name] = Place(file, start, tensor)
+        places[name] = TensorLocation(file, start, tensor)
         start += tensor_bytes(tensor)
     return places
 
 
-def places(spec: Spec) -> dict[str, Place]:
+def places(spec: Spec) -> dict[str, TensorLocation]:
     """Return where every tensor of a spec is.
 
     Raises ValueError if a name is in two files.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, TensorLocation] = {}
     for file, part in spec.items():
         here = places_in(file, part, len(header(part)))
         if twice := found.keys() & here.keys():
@@ -209,7 +209,7 @@ def gap(entry: Entry) -> str | None:
     return None if end == entry.size else f"{end} of {entry.size} bytes are covered"
 
 
-def build(manifest: Manifest) -> bytes:
+def build(manifest: CheckpointManifest) -> bytes:
     """Encode a manifest as canonical JSON, with the digest of its other fields under `self`."""
     rest = {
         "format": FORMAT,
@@ -223,7 +223,7 @@ def build(manifest: Manifest) -> bytes:
     return canonical({**rest, "self": xxh3_128_hexdigest(canonical(rest))})
 
 
-def parse(body: bytes) -> Manifest:
+def parse(body: bytes) -> CheckpointManifest:
     """Parse the bytes of a manifest.
 
     Raises DamagedError if any byte is not as `build` made it, OtherFormatError for an intact
@@ -251,7 +251,7 @@ def _json_object(file: str, body: bytes) -> dict[str, Any]:
     return found
 
 
-def _manifest(found: dict[str, Any]) -> Manifest:
+def _manifest(found: dict[str, Any]) -> CheckpointManifest:
     """Read the fields of an intact manifest; DamagedError if one is missing or unsafe."""
     try:
         files = {
@@ -263,7 +263,7 @@ def _manifest(found: dict[str, Any]) -> Manifest:
             )
             for name, entry in found["files"].items()
         }
-        manifest = Manifest(str(found["run_id"]), int(found["step"]), files)
+        manifest = CheckpointManifest(str(found["run_id"]), int(found["step"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(MANIFEST, f"a field is missing or of another type ({error})") from error
     if not files:
@@ -276,7 +276,7 @@ def _manifest(found: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def load(directory: Path) -> Manifest:
+def load(directory: Path) -> CheckpointManifest:
     """Load the manifest of a checkpoint directory. The other files are not checked.
 
     Raises DamagedError (also if it is missing), OtherFormatError, OSError if the disk does not
@@ -340,7 +340,7 @@ def parents(directory: Path, files: Iterable[str]) -> list[Path]:
 _MAX_HEADER_BYTES = 100 << 20  # safetensors refuses a longer one
 
 
-def check_file(path: Path, name: str, manifest: Manifest) -> None:
+def check_file(path: Path, name: str, manifest: CheckpointManifest) -> None:
     """Raise DamagedError if a file is missing, has another size or an invalid tensor header."""
     size = regular_size(path, name)
     if size != manifest.files[name].size:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, system
-from llmtrain.agreement import attempt, from_rank_zero, refuse
+from llmtrain.agreement import captured, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, format
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.files import Patience, StoppedError
-from llmtrain.checkpoint.format import DamagedError, Extent, Manifest, Place
+from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, Extent, TensorLocation
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResumePoint:
     """A verified checkpoint; state is its `trainer_state.json`."""
 
     path: Path
@@ -59,7 +59,7 @@ def find(
     supersede: bool = False,
     log: Log = lambda event, detail: None,
     patience: Patience = _PATIENCE,
-) -> Found | None:
+) -> ResumePoint | None:
     """Find the newest valid checkpoint of a run in `root`, or the one that is named.
 
     run_id: None = of any run
@@ -87,7 +87,7 @@ def find(
     if offer["newer"]:
         make_way = partial(_make_way, root, offer["newer"], path.name)
         _from_rank_0(ranks, patience, make_way, log)
-    return Found(path, path.name, form.step_of(path.name) or 0, offer["state"])
+    return ResumePoint(path, path.name, form.step_of(path.name) or 0, offer["state"])
 
 
 def verify(
@@ -115,7 +115,7 @@ def verify(
 
 
 def _wrong(
-    path: Path, manifest: Manifest, jobs: int, told: Callable[[int], object]
+    path: Path, manifest: CheckpointManifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
     """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
     checked = {name: _damage(format.check_file, path, name, manifest) for name in manifest.files}
@@ -131,8 +131,8 @@ def _wrong(
     return wrong
 
 
-def fill(
-    found: Found,
+def load_tensors(
+    found: ResumePoint,
     spec: Spec,
     pieces: Iterable[Piece],
     ranks: Ranks,
@@ -148,7 +148,7 @@ def fill(
     """
     answer = _from_rank_0(ranks, patience, lambda _: _find_tensors(found.path))
     stored = {
-        name: Place(file, offset, TensorSpec(dtype, tuple(shape)))
+        name: TensorLocation(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, dtype, shape) in answer.items()
     }
     if not any(file.startswith(_ADAPTER) for file in spec):
@@ -175,7 +175,7 @@ def fill(
                 if host is not block:
                     block.copy_(host)
 
-    _vote(ranks, attempt(read).error, found.name)
+    _vote(ranks, captured(read).error, found.name)
 
 
 def _offer(
@@ -230,13 +230,13 @@ def _verify_together(
             system.beat("verifying a checkpoint", number, len(share))
             patience.retry(format.check_extent, path, name, extent)
 
-    damage = _vote(ranks, attempt(verify_share).error, path.name, damage_is_answer=True)
+    damage = _vote(ranks, captured(verify_share).error, path.name, damage_is_answer=True)
     return "; ".join(damage)
 
 
 def _find_tensors(path: Path) -> dict[str, Any]:
     """Return where each tensor of a checkpoint is, by name."""
-    found: dict[str, Place] = {}
+    found: dict[str, TensorLocation] = {}
     for file in sorted(form.load(path).files):
         if file.endswith(form.TENSORS):
             with (path / file).open("rb") as opened:
@@ -248,7 +248,7 @@ def _find_tensors(path: Path) -> dict[str, Any]:
     }
 
 
-def refuse_adapters(found: Found, files: Iterable[str]) -> None:
+def refuse_adapters(found: ResumePoint, files: Iterable[str]) -> None:
     """Raise UserError if a checkpoint has LoRA adapters instead of the model's weights.
 
     files: its files
@@ -260,7 +260,9 @@ def refuse_adapters(found: Found, files: Iterable[str]) -> None:
         raise UserError(Problem(str(found.path), value, expected, remedy))
 
 
-def _refuse_other_tensors(found: Found, stored: dict[str, Place], spec: Spec) -> None:
+def _refuse_other_tensors(
+    found: ResumePoint, stored: dict[str, TensorLocation], spec: Spec
+) -> None:
     """Raise UserError with the first five tensors that differ between checkpoint and model."""
     wanted = {name: tensor for part in spec.values() for name, tensor in part.items()}
     there = {name: place.tensor for name, place in stored.items()}
@@ -309,7 +311,7 @@ def _from_rank_0(
     log: called for these events, even if the work fails afterwards
     """
     renamed: list[Event] = []
-    outcome = attempt(lambda: patience.retry(work, renamed) if ranks.rank == 0 else None)
+    outcome = captured(lambda: patience.retry(work, renamed) if ranks.rank == 0 else None)
     said: list[Any] = from_rank_zero(ranks, lambda: [renamed, outcome.returned])
     for event, detail in said[0]:
         log(event, detail)

@@ -40,11 +40,11 @@ import torch
 from xxhash import xxh3_128
 
 from llmtrain import faults, system
-from llmtrain.agreement import attempt
+from llmtrain.agreement import captured
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import remove_partials
-from llmtrain.checkpoint.format import Entry, Extent, Extents, Manifest, Place
+from llmtrain.checkpoint.format import CheckpointManifest, Entry, Extent, Extents, TensorLocation
 from llmtrain.system import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec
 
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class OpenSave:
     """A checkpoint that is being written.
 
     places: tensor → where it is
@@ -67,7 +67,7 @@ class Begun:
     root: Path
     step: int
     run_id: str
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorLocation]
     sizes: Mapping[str, int]
     extents: Extents
     started: float
@@ -78,7 +78,7 @@ class Begun:
         return self.root / form.partial_name(self.step)
 
 
-class Block(NamedTuple):
+class WriteChunk(NamedTuple):
     """Consecutive bytes of a file, on the host."""
 
     file: str
@@ -87,7 +87,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class SavedCheckpoint:
     """A complete checkpoint: its name, its size on disk, seconds from begin to commit."""
 
     name: str
@@ -96,7 +96,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedSave:
     """A save that failed, with the failures of the ranks. The partial directory was removed."""
 
     failures: tuple[Failure, ...]
@@ -104,7 +104,7 @@ class Failed:
 
 def begin(
     root: Path, step: int, spec: Spec, small: Mapping[str, bytes], ranks: Ranks, run_id: str
-) -> Begun | Failed:
+) -> OpenSave | FailedSave:
     """Create the partial directory and everything in it except the tensors' bytes.
 
     root: directory of checkpoints
@@ -114,7 +114,7 @@ def begin(
     rank is not raised: all ranks return Failed.
     """
     started = time.perf_counter()
-    places: Mapping[str, Place] = {}
+    places: Mapping[str, TensorLocation] = {}
     extents: Extents = {}
 
     def create() -> None:
@@ -125,14 +125,14 @@ def begin(
             extents = _create(root, step, spec, small)
         faults.hit("save.vote1", step=step)
 
-    vote = ranks.vote(_log_error(attempt(create).error, step))
+    vote = ranks.vote(_log_error(captured(create).error, step))
     if vote.failures:
         return _give_up(root, step, vote.failures, ranks)
     sizes = {file: form.file_bytes(part) for file, part in spec.items()}
-    return Begun(root, step, run_id, places, sizes, extents, started)
+    return OpenSave(root, step, run_id, places, sizes, extents, started)
 
 
-def write_pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
+def write_pieces(begun: OpenSave, pieces: Iterable[Piece]) -> Extents:
     """Write this rank's ranges and make them durable. Returns what was written, with digests.
 
     It does not wait for other ranks and may run in any thread. Raises OSError if the disk fails,
@@ -145,7 +145,7 @@ def write_pieces(begun: Begun, pieces: Iterable[Piece]) -> Extents:
     )
 
 
-def write_blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
+def write_blocks(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Extents:
     """Do the same as `pieces` for data in blocks. share: bytes of all blocks together."""
     found: dict[str, tuple[Extent, ...]] = {}
     counted = _count(begun, blocks, share)
@@ -163,8 +163,8 @@ def write_blocks(begun: Begun, blocks: Iterable[Block], share: int) -> Extents:
 
 
 def commit(
-    begun: Begun, extents: Extents, error: BaseException | None, ranks: Ranks
-) -> Committed | Failed:
+    begun: OpenSave, extents: Extents, error: BaseException | None, ranks: Ranks
+) -> SavedCheckpoint | FailedSave:
     """Make the checkpoint valid if every rank has written its part.
 
     error: why this rank has not written its part, or None
@@ -173,18 +173,18 @@ def commit(
     if only the last fsync fails, that of `root`: the complete checkpoint stays, and so do the older
     ones.
     """
-    error = error or attempt(partial(faults.hit, "save.vote2", step=begun.step)).error
+    error = error or captured(partial(faults.hit, "save.vote2", step=begun.step)).error
     vote = ranks.vote(_log_error(error, begun.step), form.canonical(extents))
     if vote.failures:
         return _give_up(begun.root, begun.step, vote.failures, ranks)
-    published = attempt(lambda: _publish(begun, vote.bodies) if ranks.rank == 0 else 0)
+    published = captured(lambda: _publish(begun, vote.bodies) if ranks.rank == 0 else 0)
     outcome = ranks.vote(_log_error(published.error, begun.step))
     if outcome.failures:
         return _give_up(begun.root, begun.step, outcome.failures, ranks)
     size = int(ranks.broadcast(b"%d" % (published.result())))
     seconds = time.perf_counter() - begun.started
     faults.hit("save.done", step=begun.step)
-    return Committed(form.directory_name(begun.step), size, seconds)
+    return SavedCheckpoint(form.directory_name(begun.step), size, seconds)
 
 
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
@@ -225,7 +225,7 @@ def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
         raise ValueError("; ".join(wrong))
 
 
-def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
+def flat(begun: OpenSave, piece: Piece) -> tuple[int, torch.Tensor]:
     """Return where a piece begins in its file, and a view of its memory as bytes (uint8).
 
     Raises ValueError if it is not in the spec.
@@ -241,16 +241,16 @@ def flat(begun: Begun, piece: Piece) -> tuple[int, torch.Tensor]:
     return place.offset + piece.start * item, piece.data.detach().view(torch.uint8)
 
 
-def _cut(begun: Begun, piece: Piece) -> Iterator[Block]:
+def _cut(begun: OpenSave, piece: Piece) -> Iterator[WriteChunk]:
     """Yield a piece as blocks on the host, BLOCK_BYTES at a time."""
     start, data = flat(begun, piece)
     file = begun.places[piece.name].file
     for first in range(0, data.numel(), form.BLOCK_BYTES):
         block = data[first : first + form.BLOCK_BYTES].cpu()
-        yield Block(file, start + first, block.numpy().data)
+        yield WriteChunk(file, start + first, block.numpy().data)
 
 
-def _count(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]:
+def _count(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Iterator[WriteChunk]:
     """Yield the same blocks, and beat now and then. The fault `short` cuts a block in half."""
     written = beaten = 0
     for block in blocks:
@@ -263,7 +263,7 @@ def _count(begun: Begun, blocks: Iterable[Block], share: int) -> Iterator[Block]
         yield block._replace(data=block.data[: block.data.nbytes // 2]) if struck else block
 
 
-def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Extent, ...]]:
+def _write_ranges(path: Path, blocks: Iterable[WriteChunk]) -> tuple[int, tuple[Extent, ...]]:
     """Write blocks into an existing file; consecutive ones become one extent.
 
     Returns the file, still open, and the extents.
@@ -283,14 +283,14 @@ def _write_ranges(path: Path, blocks: Iterable[Block]) -> tuple[int, tuple[Exten
     return descriptor, (*found, Extent(start, length, hasher.hexdigest()))
 
 
-def _sync(begun: Begun, file: str, descriptor: int) -> None:
+def _sync(begun: OpenSave, file: str, descriptor: int) -> None:
     """Sync and close a file as `disk.durable` does, after the failpoint `save.fsync`."""
     with system.close_on_error(descriptor):
         faults.hit("save.fsync", step=begun.step, path=begun.partial / file)
     disk.durable(descriptor)
 
 
-def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
+def _publish(begun: OpenSave, bodies: Iterable[bytes]) -> int:
     """Check that everything was written, write the manifest and rename the directory.
 
     Called on rank 0. Returns the size of the checkpoint in bytes.
@@ -302,7 +302,7 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
             raise ValueError(f"{name}: {wrong}")
         if size != entry.size:
             raise ValueError(f"{name}: has {size} bytes instead of {entry.size}")
-    manifest = form.build(Manifest(begun.run_id, begun.step, files))
+    manifest = form.build(CheckpointManifest(begun.run_id, begun.step, files))
     temporary = begun.partial / f"{form.MANIFEST}.tmp"
     disk.durable(disk.new(temporary, manifest, len(manifest)))
     faults.hit("save.manifest", step=begun.step, path=temporary)
@@ -316,7 +316,7 @@ def _publish(begun: Begun, bodies: Iterable[bytes]) -> int:
     return len(manifest) + sum(entry.size for entry in files.values())
 
 
-def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
+def _entries(begun: OpenSave, bodies: Iterable[bytes]) -> dict[str, Entry]:
     """Return the files of the checkpoint, with what `begin` and all ranks wrote of each."""
     found = {file: list(extents) for file, extents in begun.extents.items()}
     for body in bodies:
@@ -330,7 +330,7 @@ def _entries(begun: Begun, bodies: Iterable[bytes]) -> dict[str, Entry]:
     }
 
 
-def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks) -> Failed:
+def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks) -> FailedSave:
     """Remove the partial directory after a failed vote. A later save removes what is left."""
     if ranks.rank == 0:
         try:
@@ -339,7 +339,7 @@ def _give_up(root: Path, step: int, failures: tuple[Failure, ...], ranks: Ranks)
             _log.debug("there was nothing to remove")
         except OSError as error:
             _log.warning("could not remove %s: %s", form.partial_name(step), error)
-    return Failed(failures)
+    return FailedSave(failures)
 
 
 def _log_error(error: Error | None, step: int) -> Error | None:
@@ -358,16 +358,16 @@ ROUND_BYTES = 16 << 20  # of all ranks together; rank 0 needs about three times 
 _HEAD = struct.Struct("<QQ")  # offset in the file, number of bytes
 
 
-def collect_pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
+def collect_pieces(begun: OpenSave, pieces: Iterable[Piece], ranks: Ranks) -> Extents:
     """Do the same as `write_pieces`, but rank 0 writes the pieces of all ranks.
 
     Collective; only rank 0 gets extents. An error of this rank is raised after the last exchange.
     """
-    own = attempt(lambda: _by_name(begun, pieces))
+    own = captured(lambda: _by_name(begun, pieces))
     failed = [own.error] if own.error else []
     blocks = _exchange(begun, {} if own.error else own.result(), ranks, failed)
     total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
-    found = attempt(lambda: write_blocks(begun, blocks, total) if ranks.rank == 0 else {})
+    found = captured(lambda: write_blocks(begun, blocks, total) if ranks.rank == 0 else {})
     for _ in blocks:  # every rank takes part in every exchange, even if rank 0 has failed
         continue
     if failed:
@@ -375,7 +375,7 @@ def collect_pieces(begun: Begun, pieces: Iterable[Piece], ranks: Ranks) -> Exten
     return found.result()
 
 
-def _by_name(begun: Begun, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
+def _by_name(begun: OpenSave, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
     found: dict[str, list[Part]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(flat(begun, piece))
@@ -383,8 +383,8 @@ def _by_name(begun: Begun, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
 
 
 def _exchange(
-    begun: Begun, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
-) -> Iterator[Block]:
+    begun: OpenSave, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
+) -> Iterator[WriteChunk]:
     """Send bytes to rank 0 in rounds. Rank 0 yields them, each round in the order of the file."""
     room = -(-ROUND_BYTES // ranks.world_size)
     for name, place in begun.places.items():
@@ -394,13 +394,13 @@ def _exchange(
         # which parts the others have.
         for _ in range(-(-form.tensor_bytes(place.tensor) // room)):
             heard = ranks.gather(_next(mine, failed))
-            blocks = [Block(place.file, *part) for body in heard for part in _parts(body)]
+            blocks = [WriteChunk(place.file, *part) for body in heard for part in _parts(body)]
             yield from sorted(blocks, key=lambda block: block.offset)
 
 
 def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
     """Return the next message; an empty one after the last, or if it cannot be made."""
-    message = attempt(lambda: next(messages, b""))
+    message = captured(lambda: next(messages, b""))
     if message.error:
         failed.append(message.error)  # raised by `pieces`
         return b""

@@ -17,7 +17,7 @@ from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, ProgressLin
 from llmtrain.text import harmless, size
 
 if TYPE_CHECKING:
-    from llmtrain.tools.checkpoints.look import Listing, Row, Verified
+    from llmtrain.tools.checkpoints.look import CheckpointRow, Listing, Verified
     from llmtrain.tools.checkpoints.prune import Pruned
     from llmtrain.tools.checkpoints.rehearse import Rehearsal
 
@@ -193,7 +193,7 @@ def rehearsal(found: Rehearsal) -> Iterator[str]:
     yield f"{verdict}, in {found.seconds:.0f} s"
 
 
-def _why(row: Row, found: Listing) -> str:
+def _why(row: CheckpointRow, found: Listing) -> str:
     if row.kind != "complete":
         return ", ".join((*row.kept, _MEANS[row.kind]))
     if found.policy is None:

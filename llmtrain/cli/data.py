@@ -36,7 +36,7 @@ from llmtrain.text import columns, fit, harmless, wrap
 if TYPE_CHECKING:
     from llmtrain.tools.data.inspect import Inspection, Shown, SourceFacts
     from llmtrain.tools.data.tokenize import Repacked, Tokenized
-    from llmtrain.tools.data.which import Found, StepDocuments
+    from llmtrain.tools.data.which import DocumentSpan, StepDocuments
 
 
 BAR = 40
@@ -187,7 +187,7 @@ def _check(found: StepDocuments) -> str:
     return "not checked: metrics.jsonl has no digest of this step or one soon after it"
 
 
-def _row(document: Found) -> tuple[str, ...]:
+def _row(document: DocumentSpan) -> tuple[str, ...]:
     place = f"{document.file} " + (f"{document.group}:" if document.group is not None else "")
     cells = (
         f"{document.g}",

@@ -20,8 +20,8 @@ from llmtrain.cli.options import (
     AccelerateFile,
     App,
     AsJson,
+    CommandGroup,
     ConfigFile,
-    Group,
     LogLine,
     Overrides,
     RunDir,
@@ -39,7 +39,7 @@ _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"
 
 
-class _Grouped(Group):
+class _Grouped(CommandGroup):
     """A group of commands whose help has a heading for each `rich_help_panel`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

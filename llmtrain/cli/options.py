@@ -54,14 +54,14 @@ class Command(_Completes, TyperCommand):
     """A command."""
 
 
-class Group(_Completes, TyperGroup):
+class CommandGroup(_Completes, TyperGroup):
     """A group of commands."""
 
 
 class App(typer.Typer):
     """A group of commands whose help is plain text."""
 
-    def __init__(self, cls: type[TyperGroup] = Group) -> None:
+    def __init__(self, cls: type[TyperGroup] = CommandGroup) -> None:
         super().__init__(
             cls=cls, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
         )

@@ -109,7 +109,7 @@ def _config_beside(path: Path) -> str:
     return f"one of {', '.join(names[:5])} in {folder}" if names else f"{folder} has no .yaml file"
 
 
-def _tree(document: yaml12.Document, path: str) -> Tree:
+def _tree(document: yaml12.YamlDocument, path: str) -> Tree:
     """Return the outermost mapping. An empty section (all commented out) has its defaults.
 
     Raises UserError if the outermost value is not a mapping, as there are no sections then.

@@ -67,7 +67,7 @@ _QUERY = re.compile(r"(?<=[?&#])([\w.-]+)=[^&#\s\"']+")
 _KEY = re.compile(r"(?<![\w.-])[\w.-]++(?=[\\\"']*\s*[:=])")
 
 
-class Found(NamedTuple):
+class SecretHit(NamedTuple):
     """A secret in a config.
 
     key: its dotted name
@@ -102,13 +102,13 @@ def is_secret(name: str, value: object) -> bool:
     return bool(_OPAQUE.fullmatch(text)) and not words
 
 
-def in_config(tree: object) -> list[Found]:
+def in_config(tree: object) -> list[SecretHit]:
     """Return every secret in the values of a config file, at any depth, also under unknown keys."""
     values = [(path, value, _variable(path, value)) for path, value in leaves(tree)]
-    return [Found(".".join(path), found, str(value)) for path, value, found in values if found]
+    return [SecretHit(".".join(path), found, str(value)) for path, value, found in values if found]
 
 
-def problems(found: Iterable[Found]) -> list[Problem]:
+def problems(found: Iterable[SecretHit]) -> list[Problem]:
     """Return one problem for each secret, without its value."""
     expected = "no secret in a config: it is written into the run directory and shown in reports"
     remedy = "take it out of the config (and change it if others could read it); export {}=…"
@@ -116,7 +116,7 @@ def problems(found: Iterable[Found]) -> list[Problem]:
     return [Problem(hide(one.key), None, expected, remedy.format(one.variable)) for one in found]
 
 
-def clear(said: Iterable[Problem], found: Iterable[Found]) -> list[Problem]:
+def clear(said: Iterable[Problem], found: Iterable[SecretHit]) -> list[Problem]:
     """Return the problems of the secrets, and the other problems with the secrets hidden."""
     found = list(found)
     hide, keys = without(one.text for one in found), {one.key for one in found}

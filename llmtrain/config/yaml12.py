@@ -66,7 +66,7 @@ _Dumper.add_representer(str, _text)
 
 
 @dataclass(slots=True)
-class Document:
+class YamlDocument:
     """The content of a YAML text.
 
     value: the outermost value
@@ -81,9 +81,9 @@ class Document:
     nodes: int = 0
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> YamlDocument:
     """Read one YAML document. Errors in the text are not raised: see `Document.problems`."""
-    document = Document()
+    document = YamlDocument()
     try:
         node = yaml.compose(text, Loader=_Loader)
         document.value = None if node is None else _build(node, (), document)
@@ -108,7 +108,7 @@ def dotted_name(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _build(node: yaml.Node, path: Path, document: Document) -> object:
+def _build(node: yaml.Node, path: Path, document: YamlDocument) -> object:
     document.nodes += 1
     if len(path) > _DEEPEST or document.nodes > _MOST_NODES:
         raise RecursionError  # or an alias contains itself
@@ -133,7 +133,7 @@ def _build(node: yaml.Node, path: Path, document: Document) -> object:
     return None
 
 
-def _mapping(node: yaml.MappingNode, path: Path, document: Document) -> dict[str, object]:
+def _mapping(node: yaml.MappingNode, path: Path, document: YamlDocument) -> dict[str, object]:
     built: dict[str, object] = {}
     lines: dict[str, int] = {}
     for key_node, value_node in node.value:

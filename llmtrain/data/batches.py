@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.data.lanes import Block
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.types import NOT_TRAINED, Batch
 
 UNTRAINED_BLOCKS = "untrained_blocks"  # in `Batch.counts`
@@ -18,7 +18,7 @@ _HASHED = np.dtype("<i4")
 
 def batch_of(
     numbered: Sequence[tuple[int, Block]],
-    manifest: Manifest,
+    manifest: DataManifest,
     *,
     first_block: int,
     wait_seconds: float,

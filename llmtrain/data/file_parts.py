@@ -55,21 +55,21 @@ DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # files of lines whose beginning is checked
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A unit before slicing, and its decoded size."""
 
     unit: Unit
     nbytes: int
 
 
-class Look(NamedTuple):
+class FileLook(NamedTuple):
     """What was found in a file: its parts, and its columns (None: not looked at)."""
 
-    parts: list[Part]
+    parts: list[FilePart]
     columns: list[str] | None
 
 
-def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[list[str]]]:
+def inspect(source: Source, key: str, reader: Reader) -> tuple[list[FilePart], list[list[str]]]:
     """Return units before slicing, and the columns of each file that was looked into.
 
     key: the source's key in the config, for messages
@@ -82,7 +82,7 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[Part], list[
     problems = [problem for problem in found if isinstance(problem, Problem)]
     if problems:
         raise UserError(*bounded(problems, key))
-    looks = [look for look in found if isinstance(look, Look)]
+    looks = [look for look in found if isinstance(look, FileLook)]
     parts = [part for look in looks for part in look.parts]
     return parts, [look.columns for look in looks if look.columns is not None]
 
@@ -109,13 +109,13 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
     return []
 
 
-def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
+def _look_into(source: Source, file: int, key: str, reader: Reader) -> FileLook | Problem:
     system.beat("looking into the files of the data", file + 1, len(source.files))
     kind, compression = file_format(source.files[file].name) or ("", None)
     try:
         if source.cached:
             if not is_index(source.files[file].name):
-                return Look([], None)  # the tokens, which the index beside them describes
+                return FileLook([], None)  # the tokens, which the index beside them describes
             tokens = open_tokens(Path(source.where(file)))
             check_tokens(tokens)
             starts = range(0, tokens.documents, DOCUMENTS_PER_UNIT)
@@ -123,9 +123,9 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
                 Unit(file, 0, start, min(start + DOCUMENTS_PER_UNIT, tokens.documents))
                 for start in starts
             ]
-            return Look([Part(unit, 0) for unit in units], None)
+            return FileLook([FilePart(unit, 0) for unit in units], None)
         if reader.skips_file(source, file) or (source.files[file].size == 0 and kind not in TABLES):
-            return Look([], None)
+            return FileLook([], None)
         if kind in TABLES:
             return _look_into_table(source, file, key, reader)
         if compression:
@@ -140,19 +140,21 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> Look | Pr
             if source.whole_files and size > DECODED_LIMIT:
                 raise UnreadableError(too_large(source.where(file)))
             whole = compressed or source.whole_files
-            parts = [Part(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
+            parts = (
+                [FilePart(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
+            )
             if file < CHECKED_FILES:  # to check that it is UTF-8
                 reader.rows(source, parts[0].unit)
-            return Look(parts, [])
+            return FileLook(parts, [])
         return _look_into_rows(source, file, kind, bool(compression), key, reader)
     except UnreadableError as error:
         skipped = reader.skips_file(source, file, error)
-        return Look([], None) if skipped else error.problems[0]
+        return FileLook([], None) if skipped else error.problems[0]
     except UserError as error:
         return error.problems[0]
 
 
-def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> Look | Problem:
+def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> FileLook | Problem:
     where = source.where(file)
     schema = _schema(source, file, key, reader)
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
@@ -171,9 +173,9 @@ def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> Loo
         return Problem(f"{key}.text_column", source.text_column, expected)
     groups = reader.units.groups(source, file)
     units = [
-        Part(Unit(file, g, 0, rows), nbytes) for g, (rows, nbytes) in enumerate(groups) if rows
+        FilePart(Unit(file, g, 0, rows), nbytes) for g, (rows, nbytes) in enumerate(groups) if rows
     ]
-    return Look(units, schema.names)
+    return FileLook(units, schema.names)
 
 
 def _schema(source: Source, file: int, key: str, reader: Reader) -> pa.Schema:
@@ -226,7 +228,7 @@ def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> P
 
 def _look_into_rows(
     source: Source, file: int, kind: str, compressed: bool, key: str, reader: Reader
-) -> Look | Problem:
+) -> FileLook | Problem:
     """Look into JSON or CSV."""
     keys = reader.first_keys(source, file) if file < CHECKED_FILES else None
     if keys is not None:
@@ -240,18 +242,18 @@ def _look_into_rows(
     with readable(source.where(file)):
         group = ELEMENTS if reader.units.is_array(source, file) else -1
         if compressed:
-            return Look([Part(Unit(file, group, 0, size), size)], keys)
+            return FileLook([FilePart(Unit(file, group, 0, size), size)], keys)
         if kind == "csv" or group == ELEMENTS:
             found = ranges(reader.units.rows_at(source, file), _range_bytes(source))
-            return Look([Part(Unit(file, group, a, b), b - a) for a, b in found], keys)
-    return Look(_line_ranges(source, file), keys)
+            return FileLook([FilePart(Unit(file, group, a, b), b - a) for a, b in found], keys)
+    return FileLook(_line_ranges(source, file), keys)
 
 
-def _line_ranges(source: Source, file: int) -> list[Part]:
+def _line_ranges(source: Source, file: int) -> list[FilePart]:
     """Cut a plain file of lines into ranges of bytes."""
     size, step = source.files[file].size, _range_bytes(source)
     starts = range(0, size, step)
-    return [Part(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
+    return [FilePart(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
 
 
 def _range_bytes(source: Source) -> int:
@@ -262,7 +264,7 @@ def _range_bytes(source: Source) -> int:
     return max(MIN_RANGE_BYTES[source.remote], -(-plain // RANGES))
 
 
-def cut(parts: Sequence[Part], lanes: int) -> Iterator[Unit]:
+def cut(parts: Sequence[FilePart], lanes: int) -> Iterator[Unit]:
     """Cut row groups into nearly equal slices of rows, until there are four units per lane."""
     wanted = -(-UNITS_PER_LANE * lanes // max(1, len(parts)))
     for unit, nbytes in parts:

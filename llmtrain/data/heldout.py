@@ -38,10 +38,10 @@ import numpy as np
 from llmtrain import system
 from llmtrain.data.documents.reader import Reader, Reading, bad_row
 from llmtrain.data.documents.rows import Rows
-from llmtrain.data.manifest import Manifest, Source
+from llmtrain.data.manifest import DataManifest, Source
 from llmtrain.data.packing import fit
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.encode import Encoded, Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
@@ -50,7 +50,7 @@ from llmtrain.types import NOT_TRAINED
 FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
 
 
-class Held(NamedTuple):
+class HeldOutDocument(NamedTuple):
     """A held-out document: the number of its source, its text, its ids with separators."""
 
     source: int
@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldOutPart:
     """The documents of one source in a held-out set.
 
     bytes: UTF-8 bytes of their scored text; 0 for conversations
@@ -92,7 +92,7 @@ class HeldOut:
     documents: int
     bytes: int
     pad: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[HeldOutPart, ...] = ()
     owners: np.ndarray | None = None
 
     def num_blocks(self, seq_len: int) -> int:
@@ -152,7 +152,7 @@ class _Laid:
 
 
 def lay_out(
-    documents: Sequence[Held],
+    documents: Sequence[HeldOutDocument],
     sources: Sequence[tuple[str, bool]],
     tokenizer: Tokenizer,
     *,
@@ -180,12 +180,12 @@ def lay_out(
         if not texts:
             laid = _Laid([], [], [], [], 0)
         _add_conversations(laid, documents, seq_len, tokenizer.pad, alone=alone)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[HeldOutPart, ...] = ()
     owners: np.ndarray | None = None
     if len(sources) > 1 or sources[0][1]:
         counts = [sum(one.source == k for one in documents) for k in range(len(sources))]
         parts = tuple(
-            Part(label, counts[k], sizes[k], chat) for k, (label, chat) in enumerate(sources)
+            HeldOutPart(label, counts[k], sizes[k], chat) for k, (label, chat) in enumerate(sources)
         )
         owners = np.array(laid.owners, np.int64)
     found = (np.concatenate(laid.ids), np.concatenate(laid.scored), np.array(laid.starts, np.int64))
@@ -193,7 +193,7 @@ def lay_out(
 
 
 def _add_conversations(
-    laid: _Laid, documents: Sequence[Held], seq_len: int, pad: int, *, alone: bool
+    laid: _Laid, documents: Sequence[HeldOutDocument], seq_len: int, pad: int, *, alone: bool
 ) -> None:
     """Lay out the sequences of conversations, each whole within `seq_len` ids.
 
@@ -253,7 +253,7 @@ def load(path: Path) -> HeldOut | None:
         return None
     with safe_open(str(path), framework="numpy") as file:
         facts = json.loads(file.metadata()["heldout"])
-        parts = tuple(Part(**part) for part in facts.get("parts", ()))
+        parts = tuple(HeldOutPart(**part) for part in facts.get("parts", ()))
         ids, scored, starts = (file.get_tensor(name) for name in ("ids", "scored", "starts"))
         owners = file.get_tensor("owners") if parts else None
         documents, size, pad = (facts[name] for name in ("documents", "bytes", "pad"))
@@ -369,7 +369,7 @@ def texts(sources: Sequence[Source], seed: int, reading: Reading) -> Iterator[st
 
 def _rows(
     source: Source, u: int, seed: int, reader: Reader, *, heldout: bool
-) -> Iterator[tuple[Rows | token_cache.Rows, int]]:
+) -> Iterator[tuple[Rows | token_cache.CachedRows, int]]:
     """Yield the documents of unit u that are held out, or those that are not: (rows, row)."""
     rows = reader.documents(source, source.units[u])
     chosen = u in source.heldout_units
@@ -380,8 +380,8 @@ def _rows(
 
 
 def _documents(
-    source: Source, k: int, encoder: Encoder, seed: int, reader: Reader
-) -> Iterator[Held]:
+    source: Source, k: int, encoder: DocumentEncoder, seed: int, reader: Reader
+) -> Iterator[HeldOutDocument]:
     """Yield the held-out documents of source number k.
 
     Units come in the order in which they were chosen, and their documents in file order. Raises
@@ -397,16 +397,16 @@ def _documents(
                 if encoded.bad is not None and not reader.reading.skip_bad_rows:
                     raise UserError(bad_row(source, u, row, reader, encoded.bad))
                 if len(encoded.ids):
-                    yield Held(k, text, encoded)
+                    yield HeldOutDocument(k, text, encoded)
             else:
                 ids = token_cache.text_ids(rows.ids(row, tokenizer.length), tokenizer)
                 whole = np.array([*begin, *ids, tokenizer.eos], np.int32)
-                yield Held(k, tokenizer.decode(ids), Encoded(whole))
+                yield HeldOutDocument(k, tokenizer.decode(ids), Encoded(whole))
 
 
 def prepare(
-    manifest: Manifest,
-    encoder: Encoder,
+    manifest: DataManifest,
+    encoder: DocumentEncoder,
     path: Path,
     max_documents: int,
     reading: Reading,
@@ -426,7 +426,7 @@ def prepare(
     streams = [
         _documents(source, k, encoder, manifest.seed, reader) for k, source in enumerate(asked)
     ]
-    documents: list[Held] = []
+    documents: list[HeldOutDocument] = []
     for one in islice(in_turn(streams), max_documents):
         system.beat("tokenizing the held-out documents", len(documents) + 1, max_documents)
         documents.append(one)

@@ -28,7 +28,7 @@ import numpy as np
 from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reader, bad_row, row_order, unit_at, units_of
 from llmtrain.data.documents.rows import Rows
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.packing import START, Document, Packed, Packing, Span, open_packing
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encodes
@@ -145,7 +145,7 @@ class Lane:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: DataManifest,
         encoder: Encodes,
         reader: Reader,
         index: int,
@@ -329,7 +329,7 @@ class Lane:
 
     def _units(
         self, k: int, cursor: Cursor, again: bool
-    ) -> Iterator[tuple[int, int, Rows | token_cache.Rows, bool]]:
+    ) -> Iterator[tuple[int, int, Rows | token_cache.CachedRows, bool]]:
         """Yield (epoch, position in the list, shuffled rows, whether any may be held out)."""
         source = self._manifest.sources[k]
         heldout = frozenset(source.heldout_units)
@@ -364,7 +364,7 @@ class Lanes:
     cursors (L, sources, 4): the state of each lane when `next_block` is the next block of the run
     """
 
-    manifest: Manifest
+    manifest: DataManifest
     encoder: Encodes
     reader: Reader
     cursors: np.ndarray
@@ -390,7 +390,7 @@ def _counts_to_record(encoded: Encoded) -> dict[str, int]:
     return {name: encoded.counts[name] for name in NOTED if name in encoded.counts}
 
 
-def _content(rows: Rows | token_cache.Rows, row: int, vocabulary: int) -> tuple[Any, bool]:
+def _content(rows: Rows | token_cache.CachedRows, row: int, vocabulary: int) -> tuple[Any, bool]:
     """Return a document's text or ids, and whether invalid UTF-8 in it was replaced.
 
     The document is None if it is empty or blank.

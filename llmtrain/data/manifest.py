@@ -162,7 +162,7 @@ class ChatFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class DataManifest:
     """Everything that decides which tokens are in block g.
 
     document_mask: documents of a block do not see each other, and no label crosses their border
@@ -292,7 +292,7 @@ def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
     return same and {file.name for file in there} <= {file.name for file in stored}
 
 
-def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
+def load(path: Path, configured: Sequence[SourceConfig]) -> DataManifest:
     """Return the stored manifest, with paths and weights of its sources as configured now.
 
     Raises UserError if the number of sources differs or one of them no longer exists.
@@ -311,7 +311,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
     for index, (entry, now) in enumerate(zip(stored["sources"], configured, strict=True)):
         root = entry["root"] if entry["remote"] else locate(now, f"data.sources.{index}.path")
         sources.append(_source(entry, root, now.weight))
-    return Manifest(
+    return DataManifest(
         sources=tuple(sources),
         tokenizer=TokenizerFacts(**stored["tokenizer"]),
         chat=ChatFacts(**stored["chat"]) if "chat" in stored else None,
@@ -319,7 +319,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> Manifest:
     )
 
 
-def _to_json(manifest: Manifest) -> dict[str, Any]:
+def _to_json(manifest: DataManifest) -> dict[str, Any]:
     return {
         "version": VERSION,
         "fingerprint": manifest.fingerprint,

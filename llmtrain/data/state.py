@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.config.binding import touches, way_out
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.errors import Problem, raise_any
 from llmtrain.types import Cursor
 
@@ -65,7 +65,7 @@ class DataState:
     counts: Counts
 
     @staticmethod
-    def fresh(manifest: Manifest) -> DataState:
+    def fresh(manifest: DataManifest) -> DataState:
         """Return the state before the first step."""
         cursors = np.zeros((manifest.lanes, len(manifest.sources), 4), np.int64)
         return DataState(manifest.fingerprint, manifest.parts, manifest.lanes, 0, 0, cursors, 0, {})
@@ -89,7 +89,7 @@ def _names() -> list[str]:
     return [field.name for field in fields(DataState)]
 
 
-def differing(state: DataState, manifest: Manifest) -> list[str]:
+def differing(state: DataState, manifest: DataManifest) -> list[str]:
     """Return the names of the parts in which the manifest differs from the state."""
     if state.fingerprint == manifest.fingerprint:
         return []
@@ -97,7 +97,7 @@ def differing(state: DataState, manifest: Manifest) -> list[str]:
     return [name for name in sorted({*now, *state.parts}) if now.get(name) != state.parts.get(name)]
 
 
-def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None:
+def check(state: DataState, manifest: DataManifest, accepted: Sequence[str]) -> None:
     """Raise UserError if the state differs from the manifest in parts that are not accepted.
 
     accepted: `checkpoint.accept_changes`
@@ -115,7 +115,7 @@ def check(state: DataState, manifest: Manifest, accepted: Sequence[str]) -> None
     raise_any(problems)
 
 
-def carry_over(state: DataState, manifest: Manifest) -> DataState:
+def carry_over(state: DataState, manifest: DataManifest) -> DataState:
     """Return the state for changed data. If the order is the same, it keeps its place in it.
 
     If files, units, seed or lanes differ, the new order starts at its beginning. If only the tokens

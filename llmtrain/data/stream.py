@@ -38,10 +38,10 @@ from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.lines import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Block, Lanes
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.survey import differing_tokenizer
-from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.workers import (
     Asked,
     Failed,
@@ -73,7 +73,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
     encoder: that of the manifest, checked; None = it is opened and checked, as in every worker
     """
 
-    manifest: Manifest
+    manifest: DataManifest
     tokenizer_dir: Path
     _: KW_ONLY
     next_block: int
@@ -84,7 +84,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
     stop: Stopping | None = None
     asked: Asked = field(default_factory=partial(Asked, 1))
     item_blocks: int = 1
-    encoder: Encoder | None = None
+    encoder: DocumentEncoder | None = None
 
     def __iter__(self) -> Iterator[Block | list[Block | Failed]]:
         worker = get_worker_info()
@@ -177,7 +177,7 @@ class Stream(Iterator[Batch]):
 
 
 def open_stream(
-    manifest: Manifest,
+    manifest: DataManifest,
     tokenizer_dir: Path,
     *,
     blocks_per_step: int,
@@ -187,7 +187,7 @@ def open_stream(
     next_block: int = 0,
     cursors: np.ndarray | None = None,
     reading: Reading,
-    encoder: Encoder | None = None,
+    encoder: DocumentEncoder | None = None,
 ) -> Stream:
     """Open the stream of this rank's blocks. Workers begin to read at once.
 
@@ -272,7 +272,7 @@ def _widen(pipe: int) -> None:
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
-def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
+def item_blocks(manifest: DataManifest, blocks_per_step: int, workers: int) -> int:
     """Return how many blocks a worker sends at once: its share of a step, up to 32 and 256 KiB.
 
     blocks_per_step: of this rank
@@ -282,7 +282,7 @@ def item_blocks(manifest: Manifest, blocks_per_step: int, workers: int) -> int:
 
 
 def prefetch_factor(
-    manifest: Manifest, blocks_per_step: int, workers: int, item_blocks: int
+    manifest: DataManifest, blocks_per_step: int, workers: int, item_blocks: int
 ) -> int:
     """Return how many items a worker reads ahead.
 
@@ -296,6 +296,6 @@ def prefetch_factor(
     return max(2, min(ceil(blocks / item_blocks), most))
 
 
-def _bytes_of_a_block(manifest: Manifest) -> int:
+def _bytes_of_a_block(manifest: DataManifest) -> int:
     """Return an upper bound of a block's bytes: ids have 4 each, borders and masks less."""
     return 8 * (manifest.seq_len + 1) + 200 * len(manifest.sources)

@@ -27,14 +27,21 @@ from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, Sou
 from llmtrain.data import heldout
 from llmtrain.data.chat.rows import BadRowError, contents, form_of, our_names, to_example
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.file_parts import Part, cut, first_columns, inspect, missing_column, text_size
+from llmtrain.data.file_parts import (
+    FilePart,
+    cut,
+    first_columns,
+    inspect,
+    missing_column,
+    text_size,
+)
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
-from llmtrain.data.manifest import ChatFacts, Manifest, Source, TokenizerFacts, load
+from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
 from llmtrain.data.token_cache.source import check_tokenizer
-from llmtrain.data.tokens.encode import Encoder, differing_chat
+from llmtrain.data.tokens.encode import DocumentEncoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
@@ -90,7 +97,7 @@ T = TypeVar("T")
 BYTES_A_TOKEN = 4  # of conversations, about
 _Named = tuple[SourceConfig, str, str]  # a source, its label and its key
 
-__all__ = ["Manifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
+__all__ = ["DataManifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ def survey(
 
 
 def _lanes(
-    drafts: Sequence[tuple[Source, list[Part]]],
+    drafts: Sequence[tuple[Source, list[FilePart]]],
     processes: int,
     settings: DataSettings,
     reader: Reader,
@@ -245,7 +252,7 @@ def freeze(
     chat: ChatFacts | None = None,
     *,
     apart: bool = False,
-) -> Manifest:
+) -> DataManifest:
     """Return the manifest. From here on nothing about the data is decided again.
 
     chat: how conversations become tokens, if there are any
@@ -257,7 +264,7 @@ def freeze(
     settings = survey.settings
     packing, document_mask = packing_of(settings.data, chat=survey.has_chat, apart=apart)
     epochs = {EPOCHS: settings.epochs} if survey.has_chat and settings.epochs else {}
-    return Manifest(
+    return DataManifest(
         sources=survey.sources,
         tokenizer=_facts(tokenizer),
         seq_len=settings.data.seq_len,
@@ -271,7 +278,7 @@ def freeze(
     )
 
 
-def check(manifest: Manifest, settings: DataSettings, encoder: Encoder) -> None:
+def check(manifest: DataManifest, settings: DataSettings, encoder: DocumentEncoder) -> None:
     """Check at a later start that data and tokenizer are those that the run began with.
 
     Local files are compared by size and by their first and last 64 KiB; files of the Hub by etag,
@@ -292,7 +299,7 @@ def values_now(made_with: Mapping[str, object], settings: DataSettings) -> dict[
     return {**settings.values, **epochs}
 
 
-def changed_files(manifest: Manifest) -> list[Problem]:
+def changed_files(manifest: DataManifest) -> list[Problem]:
     """Return a problem for each local file that is gone or changed, with its source's key."""
     problems: list[Problem] = []
     for i, source in enumerate(manifest.sources):
@@ -302,7 +309,7 @@ def changed_files(manifest: Manifest) -> list[Problem]:
     return problems
 
 
-def differing_tokenizer(manifest: Manifest, encoder: Encoder) -> list[Problem]:
+def differing_tokenizer(manifest: DataManifest, encoder: DocumentEncoder) -> list[Problem]:
     """Return how tokenizer and chat template differ from the manifest.
 
     Every process that encodes calls this.
@@ -374,7 +381,7 @@ def _each(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
-) -> tuple[Source, list[Part]]:
+) -> tuple[Source, list[FilePart]]:
     """Return a source without its units, and the parts from which they are cut."""
     reading = reader.reading
     resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)

@@ -32,7 +32,7 @@ _LOST_PEER = (
 )
 
 
-class Group(Gathering):
+class RankGroup(Gathering):
     """`Ranks` over a gloo process group."""
 
     def __init__(self, timeout: timedelta) -> None:

@@ -75,7 +75,7 @@ class Service(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenTracker:
     """A tracker's run. address: where a person finds it, a URL or a directory."""
 
     service: Service
@@ -99,7 +99,7 @@ class Case:
     step: int
 
 
-def open_service(name: TrackerName, case: Case, failed: Callable[[str], None]) -> Opened:
+def open_service(name: TrackerName, case: Case, failed: Callable[[str], None]) -> OpenTracker:
     """Open a tracker's run, or continue it. Raises whatever the tracker's library raises.
 
     failed: called with the reason of a failure that the library does not raise
@@ -114,7 +114,7 @@ def open_service(name: TrackerName, case: Case, failed: Callable[[str], None]) -
             # As text: TensorBoard's hyperparameters would add a run to its list at every start.
             text = json.dumps(case.config, indent=2, ensure_ascii=False).replace("\n", "\n    ")
             tracker.log({"config": f"    {text}"}, step=case.step)
-            return Opened(tracker, str(case.run_dir / "tensorboard"))
+            return OpenTracker(tracker, str(case.run_dir / "tensorboard"))
         case "wandb":
             return _open_wandb(case)
         case "mlflow":
@@ -132,13 +132,13 @@ def open_service(name: TrackerName, case: Case, failed: Callable[[str], None]) -
             address = (
                 f"{uri.rstrip('/')}{page}" if uri and uri.startswith("http") else uri or str(here)
             )
-            return Opened(_MLflow(client, run_id), address)
+            return OpenTracker(_MLflow(client, run_id), address)
         case "trackio":
             return _open_trackio(case, failed)
     assert_never(name)
 
 
-def _open_wandb(case: Case) -> Opened:
+def _open_wandb(case: Case) -> OpenTracker:
     from accelerate.tracking import WandBTracker
 
     tracker = WandBTracker(
@@ -152,7 +152,7 @@ def _open_wandb(case: Case) -> Opened:
     tracker.start()
     tracker.store_init_configuration(dict(case.config))
     run = tracker.tracker
-    return Opened(tracker, str(Path(run.dir).parent) if run.offline else run.url)
+    return OpenTracker(tracker, str(Path(run.dir).parent) if run.offline else run.url)
 
 
 class _MLflow:
@@ -242,7 +242,7 @@ class _Trackio:
             self._failed(f"{', '.join(sorted(warned))}: trackio's warning is in logs/rank-0.log")
 
 
-def _open_trackio(case: Case, failed: Callable[[str], None]) -> Opened:
+def _open_trackio(case: Case, failed: Callable[[str], None]) -> OpenTracker:
     with _variable("TRACKIO_DIR", str(case.run_dir.absolute() / "trackio")), _printed():
         import trackio
 
@@ -255,7 +255,7 @@ def _open_trackio(case: Case, failed: Callable[[str], None]) -> Opened:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-    return Opened(_Trackio(run, failed), run.url or str(trackio.utils.TRACKIO_DIR))
+    return OpenTracker(_Trackio(run, failed), run.url or str(trackio.utils.TRACKIO_DIR))
 
 
 @contextmanager
@@ -298,10 +298,10 @@ class _Guarded:
         """Open the tracker. until: of `time.monotonic`, when its answer is no longer waited for."""
         self.name = name
         self._until = until
-        self._opening: Future[Opened] | None = None
+        self._opening: Future[OpenTracker] | None = None
         self._case = case
         self._report = report
-        self._opened: Opened | None = None
+        self._opened: OpenTracker | None = None
         self._failing = False
         self._to_skip = 0  # logs to skip before the next try: calling a dead service costs time
         self._works(self._get)
@@ -322,12 +322,12 @@ class _Guarded:
         """Where a person finds the tracker's run; None if it could not be opened so far."""
         return self._opened.address if self._opened else None
 
-    def _get(self) -> Opened:
+    def _get(self) -> OpenTracker:
         if self._opened is None:
             self._opened = self._open()
         return self._opened
 
-    def _open(self) -> Opened:
+    def _open(self) -> OpenTracker:
         """Open the tracker in a thread of its own, which may hang; a later call asks it again."""
         work = partial(open_service, self.name, self._case, self._failed)
         if self.name in _LOCAL:

@@ -72,7 +72,7 @@ def linear_cross_entropy(
 
     The result has one backward, which fails if it is called again. From fp64 it is fp64.
     """
-    settings = _Settings(scale, softcap, z_loss, all_trained, trained, chunk_rows)
+    settings = _LossSettings(scale, softcap, z_loss, all_trained, trained, chunk_rows)
     if torch.is_grad_enabled():
         return _sum(hidden, weight, bias, labels, token_weights, settings)
     rows = _in_rows(hidden, weight, bias, labels, token_weights, settings)
@@ -95,7 +95,7 @@ def token_losses(
     It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`, where
     the arguments are explained.
     """
-    settings = _Settings(scale, softcap, 0.0, all_trained, trained, None)
+    settings = _LossSettings(scale, softcap, 0.0, all_trained, trained, None)
     with torch.no_grad():
         rows = _in_rows(hidden, weight, bias, labels, None, settings)
         return _losses(rows, _NOTHING)[0].view(labels.shape)
@@ -106,7 +106,7 @@ def chunk_of(device_type: str) -> Chunk:
     return _CHUNKS["cuda" if device_type == "cuda" else "cpu"]
 
 
-class _Settings(NamedTuple):
+class _LossSettings(NamedTuple):
     scale: float
     softcap: float | None
     z_loss: float
@@ -131,7 +131,7 @@ class _Rows(NamedTuple):
     labels: Tensor
     factors: Tensor | None
     wide: torch.dtype
-    settings: _Settings
+    settings: _LossSettings
 
 
 def _in_rows(
@@ -140,7 +140,7 @@ def _in_rows(
     bias: Tensor | None,
     labels: Tensor,
     token_weights: Tensor | None,
-    settings: _Settings,
+    settings: _LossSettings,
 ) -> _Rows:
     if isinstance(weight, DTensor):
         raise TypeError("the head's weight is sharded: it must be gathered before its loss")

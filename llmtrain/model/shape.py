@@ -53,7 +53,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
-def census(
+def describe_parameters(
     model_config: Any,
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,

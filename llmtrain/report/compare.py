@@ -22,7 +22,7 @@ _MEASURES = {"loss": "held-out loss", "bits_per_byte": "bits per byte"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """What the table shows of a run. last, best: of the measure that the runs are compared by."""
 
     name: str
@@ -65,7 +65,7 @@ def render(runs: Sequence[Tables]) -> str:
     )
 
 
-def sentence(rows: Sequence[Row], measure: str) -> str:
+def sentence(rows: Sequence[ReportRow], measure: str) -> str:
     """Say which run ends lowest, and by how much."""
     scored = sorted((row.last, place) for place, row in enumerate(rows) if row.last is not None)
     if len(scored) < 2:
@@ -149,10 +149,10 @@ def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
     return found
 
 
-def _row(name: str, run: Tables, measure: str) -> Row:
+def _row(name: str, run: Tables, measure: str) -> ReportRow:
     values = [value for _, value in column(run.evaluations, measure)]
     trained, tokens = run.numbers("loss").values, run.numbers("tokens").values
-    return Row(
+    return ReportRow(
         name=name,
         state=str(run.status.get("state", "unknown")),
         steps=verdict.last_step(run),

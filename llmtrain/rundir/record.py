@@ -172,12 +172,12 @@ def short_record(run_dir: Path) -> tuple[list[Line], int]:
     """
     path, unread = run_dir / METRICS, 0
     found: list[Line] = []
-    kinds: dict[str, _Kind] = {}
+    kinds: dict[str, _LinesOfKind] = {}
     for value, start, size in _values(path):
         if value is not None and is_of_record(value):
             kind = value["kind"]
             if kind not in kinds:
-                kinds[kind] = _Kind(path, kind)
+                kinds[kind] = _LinesOfKind(path, kind)
             found.append(kinds[kind].add(value, start, size))
             continue
         unread += 1
@@ -191,7 +191,7 @@ class Line(Mapping[str, Any]):
 
     __slots__ = ("_kind", "_number")
 
-    def __init__(self, kind: _Kind, number: int) -> None:
+    def __init__(self, kind: _LinesOfKind, number: int) -> None:
         self._kind = kind
         self._number = number
 
@@ -222,7 +222,7 @@ class Line(Mapping[str, Any]):
         return self._kind.whole(self._number)
 
 
-class _Kind:
+class _LinesOfKind:
     """The lines of a kind: their numbers by field, and where they are in the file.
 
     columns: field → its values, NaN in lines where it is no number

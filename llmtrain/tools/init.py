@@ -76,7 +76,7 @@ Comments = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _SourceKind:
     """What was found out about the sources.
 
     sources: of the config
@@ -171,11 +171,11 @@ def _run_dir(name: str) -> str:
     return next(f"runs/{name}{n}" for n in numbers if not Path(f"runs/{name}{n}").exists())
 
 
-def _look_at(data: Sequence[str]) -> _Kind:
+def _look_at(data: Sequence[str]) -> _SourceKind:
     reader = Reader(Reading(_PATIENCE_SECONDS))
     found = [_source(one, reader) for one in data]
     sources = [described for described, _, _ in found]
-    return _Kind(sources, any(chat for _, chat, _ in found), sum(size for *_, size in found))
+    return _SourceKind(sources, any(chat for _, chat, _ in found), sum(size for *_, size in found))
 
 
 def _source(path: str, reader: Reader) -> tuple[dict[str, Any], bool, int]:
@@ -239,7 +239,7 @@ def _text_column(source: Source, columns: Sequence[str], reader: Reader) -> str:
     return max(lengths, key=lambda name: lengths[name])
 
 
-def _draft(kind: _Kind, asked: str | None, base: Base | None, run_dir: str) -> dict[str, Any]:
+def _draft(kind: _SourceKind, asked: str | None, base: Base | None, run_dir: str) -> dict[str, Any]:
     """Return a config with which the data can be looked at. asked: for `model.from`"""
     tree: dict[str, Any] = {"run": {"dir": run_dir}}
     longest = _LONGEST
@@ -299,7 +299,7 @@ def _inspected(tree: dict[str, Any], loaded: Callable[[], Config], base: Base | 
         raise
 
 
-def _fit(tree: dict[str, Any], found: Inspection, kind: _Kind, *, new: bool) -> Comments:
+def _fit(tree: dict[str, Any], found: Inspection, kind: _SourceKind, *, new: bool) -> Comments:
     """Choose length, batch, epochs and what is held out; return why, by key.
 
     The draft has blocks of the greatest length, one of them a step. new: whether there is no base

@@ -149,7 +149,7 @@ _DEFAULT = -1  # in place of the number of an entry of `optimizer.groups`
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Parameters with the same algorithm, learning rate and weight decay."""
 
     algorithm: Algorithm
@@ -232,7 +232,7 @@ def algorithms(config: OptimizerConfig, model: nn.Module) -> dict[int, Algorithm
     return {id(parameter): one.algorithm for one in groups for parameter in one.parameters}
 
 
-def arrange(model: nn.Module, config: OptimizerConfig) -> list[Group]:
+def arrange(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
     """Divide the trainable parameters into groups; each is in one, and a tied one counts once.
 
     A parameter belongs to the first entry of `optimizer.groups` that matches one of its names. What
@@ -270,13 +270,13 @@ def _group(
     algorithm: Algorithm,
     undecayed: bool,
     parameters: Sequence[Parameter],
-) -> Group:
+) -> ParameterGroup:
     rate, decay = config.learning_rate, 0.0 if undecayed else config.weight_decay
     if entry != _DEFAULT:
         asked = config.groups[entry]
         rate = rate if asked.learning_rate is None else asked.learning_rate
         decay = decay if asked.weight_decay is None else asked.weight_decay
-    return Group(algorithm, rate, decay, parameters)
+    return ParameterGroup(algorithm, rate, decay, parameters)
 
 
 def _entries(named: Sequence[Sequence[str]], groups: Sequence[GroupConfig]) -> list[int]:

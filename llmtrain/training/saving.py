@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llmtrain.agreement import attempt, from_rank_zero, gathered, on_rank_zero
+from llmtrain.agreement import captured, from_rank_zero, gathered, on_rank_zero
 from llmtrain.checkpoint import candidates, files, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
@@ -64,7 +64,7 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
     run.due.begin_save(step)
     run.requests.begin_save()
     begun, cursors = _begin(run, step, gather_parts(run, step))
-    if isinstance(begun, write.Failed):
+    if isinstance(begun, write.FailedSave):
         run.due.end_save(step, saved=False)
         _report_failure(run, step, begun.failures, last=last)
         return
@@ -96,8 +96,8 @@ def commit(run: Run) -> None:
     error, extents = written
     started = time.perf_counter()
     done = write.commit(flight.begun, extents, error, run.ranks)
-    run.due.end_save(flight.step, saved=isinstance(done, write.Committed))
-    if isinstance(done, write.Failed):
+    run.due.end_save(flight.step, saved=isinstance(done, write.SavedCheckpoint))
+    if isinstance(done, write.FailedSave):
         _report_failure(run, flight.step, done.failures, last=flight.last)
     else:
         _report_saved(run, flight, done, blocked + time.perf_counter() - started)
@@ -118,7 +118,7 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
 
 def _begin(
     run: Run, step: int, heard: list[dict[str, Any]]
-) -> tuple[write.Begun | write.Failed, bytes]:
+) -> tuple[write.OpenSave | write.FailedSave, bytes]:
     """Write small files and headers and make room; if one rank fails, all return Failed.
 
     Also returns the line for `cursors.jsonl`, since by the commit the stream may have advanced.
@@ -130,21 +130,21 @@ def _begin(
             return {}, b""
         return small_files(run, step, heard), cursors_line(run, step, heard)
 
-    outcome = attempt(small)
+    outcome = captured(small)
     if failures := run.ranks.vote(outcome.error).failures:
-        return write.Failed(failures), b""
+        return write.FailedSave(failures), b""
     files, cursors = outcome.result()
     root = run.run_dir / contents.CHECKPOINTS
     begun = write.begin(root, step, run.built.spec, files, run.ranks, run.processes.run_id)
     return begun, cursors
 
 
-def _write(run: Run, begun: write.Begun, pieces: Iterable[Piece]) -> Written:
+def _write(run: Run, begun: write.OpenSave, pieces: Iterable[Piece]) -> Written:
     """Write this rank's part in line."""
     if run.checkpoints.sent:
-        outcome = attempt(lambda: write.collect_pieces(begun, pieces, run.ranks))
+        outcome = captured(lambda: write.collect_pieces(begun, pieces, run.ranks))
     else:
-        outcome = attempt(lambda: write.write_pieces(begun, pieces))
+        outcome = captured(lambda: write.write_pieces(begun, pieces))
     return outcome.error, {} if outcome.error else outcome.result()
 
 
@@ -185,7 +185,7 @@ def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
     return sorted(host for host in hosts if needed[host] * _SPARE > free[host])
 
 
-def _report_saved(run: Run, flight: Flight, done: write.Committed, blocked: float) -> None:
+def _report_saved(run: Run, flight: Flight, done: write.SavedCheckpoint, blocked: float) -> None:
     """Report a complete checkpoint, and delete those that the policy does not keep."""
     run.checkpoints.failed_in_a_row = 0
     run.requests.end_save(done.seconds)

@@ -17,9 +17,9 @@ from llmtrain.config.schema import Config
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.rows import Example, Message
 from llmtrain.data.chat.template import NAMED, named_template
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.survey import freeze, survey
-from llmtrain.data.tokens.encode import Encoder, chat_facts, settings_of
+from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 SAMPLE = Path(llmtrain.data.sample.__file__).parent
@@ -182,7 +182,7 @@ def data_of(
     chat: dict[str, Any] | None = None,
     epochs: float | None = None,
     **data: Any,
-) -> tuple[Manifest, Encoder]:
+) -> tuple[DataManifest, DocumentEncoder]:
     """The manifest and encoder of a fresh run on these sources."""
     described = [one if isinstance(one, dict) else {"path": str(one)} for one in sources]
     config = Config.model_validate({
@@ -194,4 +194,4 @@ def data_of(
     opened = open_tokenizer(tokenizer)
     settings = settings_of(config.chat, DEFAULTS.date)
     made = Chat(tokenizer, settings, config.data.seq_len) if found.has_chat else None
-    return freeze(found, opened, made and chat_facts(made)), Encoder(opened, made)
+    return freeze(found, opened, made and chat_facts(made)), DocumentEncoder(opened, made)

@@ -124,7 +124,7 @@ def save(
     run_id: str = RUN,
     ranks: Ranks | None = None,
     collected: bool = False,
-) -> write.Committed | write.Failed:
+) -> write.SavedCheckpoint | write.FailedSave:
     """begin, pieces, commit: `pieces` defaults to random tensors drawn from `step`.
 
     collected: rank 0 writes what all hold.
@@ -134,7 +134,7 @@ def save(
     state = {"format": 1, "run_id": run_id, "step": step, "evaluation": evaluation}
     files = {"config.json": b"{}", form.STATE: form.canonical(state), **(small or {})}
     begun = write.begin(root, step, spec, files, ranks, run_id)
-    if isinstance(begun, write.Failed):
+    if isinstance(begun, write.FailedSave):
         return begun
     extents, error = {}, None
     try:

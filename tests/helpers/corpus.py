@@ -10,7 +10,7 @@ import zstandard
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.survey import freeze, survey
 from llmtrain.data.tokens.tokenizer import open_tokenizer, train_bpe
 
@@ -118,6 +118,6 @@ def config(*sources: Path | str | dict, **data: object) -> Config:
     )
 
 
-def manifest_of(tokenizer: Path, *sources: Path | str | dict, **data: object) -> Manifest:
+def manifest_of(tokenizer: Path, *sources: Path | str | dict, **data: object) -> DataManifest:
     """The manifest of a fresh run on these sources."""
     return freeze(survey(data_settings(config(*sources, **data)), 1), open_tokenizer(tokenizer))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 import xxhash
 
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.hashing import mix, permutation
 
 
@@ -70,7 +70,7 @@ def is_heldout(source, u: int, name: str, seed: int) -> bool:
     return u in source.heldout_units and below
 
 
-def training_documents(manifest: Manifest, k: int) -> list[str]:
+def training_documents(manifest: DataManifest, k: int) -> list[str]:
     """Names of all documents of a source that are trained on."""
     source = manifest.sources[k]
     return [
@@ -81,7 +81,7 @@ def training_documents(manifest: Manifest, k: int) -> list[str]:
     ]
 
 
-def lane_documents(manifest: Manifest, k: int, lane: int, epoch: int) -> Iterator[Placed]:
+def lane_documents(manifest: DataManifest, k: int, lane: int, epoch: int) -> Iterator[Placed]:
     """The training documents that a lane walks in one epoch, in order."""
     source, seed = manifest.sources[k], manifest.seed
     order = permutation(len(source.units), mix(seed, 1, k, epoch)).tolist()
@@ -94,7 +94,7 @@ def lane_documents(manifest: Manifest, k: int, lane: int, epoch: int) -> Iterato
                 yield Placed(epoch, position, row, name, text)
 
 
-def all_documents(manifest: Manifest, k: int, lane: int) -> Iterator[Placed]:
+def all_documents(manifest: DataManifest, k: int, lane: int) -> Iterator[Placed]:
     """Epoch after epoch, as many as the source has."""
     epoch, limit = 0, manifest.sources[k].max_epochs
     while limit is None or epoch < limit:
@@ -102,7 +102,7 @@ def all_documents(manifest: Manifest, k: int, lane: int) -> Iterator[Placed]:
         epoch += 1
 
 
-def concatenated(manifest: Manifest, tokens, k: int, lane: int) -> Iterator[Raw]:
+def concatenated(manifest: DataManifest, tokens, k: int, lane: int) -> Iterator[Raw]:
     """Every token in a row, cut at multiples of S."""
     size = manifest.seq_len
     stream: list[int] = []
@@ -117,7 +117,7 @@ def concatenated(manifest: Manifest, tokens, k: int, lane: int) -> Iterator[Raw]
             start += size
 
 
-def windowed(manifest: Manifest, tokens, pad: int, k: int, lane: int) -> Iterator[Raw]:
+def windowed(manifest: DataManifest, tokens, pad: int, k: int, lane: int) -> Iterator[Raw]:
     """Windows of documents, each packed by trying every bin."""
     place, window, found = (0, 0, 0), [], 0
     for document in all_documents(manifest, k, lane):
@@ -130,7 +130,7 @@ def windowed(manifest: Manifest, tokens, pad: int, k: int, lane: int) -> Iterato
         yield from _packed(manifest, window, pad, (k, lane, *place))
 
 
-def _packed(manifest: Manifest, window: list, pad: int, key: tuple) -> Iterator[Raw]:
+def _packed(manifest: DataManifest, window: list, pad: int, key: tuple) -> Iterator[Raw]:
     size = manifest.seq_len + 1
     blocks, pieces = [], []
     for ids in window:
@@ -161,7 +161,7 @@ def _packed(manifest: Manifest, window: list, pad: int, key: tuple) -> Iterator[
         yield Raw(ids + [pad] * (size - padding), borders[1:], padding)
 
 
-def draw(manifest: Manifest, g: int, left: list[int]) -> int:
+def draw(manifest: DataManifest, g: int, left: list[int]) -> int:
     """The source of block g, of those that are left."""
     shares = [round(2**32 * w / sum(manifest.weights)) for w in manifest.weights]
     point = (g * 0x9E3779B97F4A7C15 % 2**64) * sum(shares[k] for k in left) // 2**64
@@ -172,7 +172,7 @@ def draw(manifest: Manifest, g: int, left: list[int]) -> int:
     raise AssertionError(g)
 
 
-def blocks(manifest: Manifest, tokenizer, count: int) -> list[Expected]:
+def blocks(manifest: DataManifest, tokenizer, count: int) -> list[Expected]:
     """Blocks 0 … count − 1."""
 
     @lru_cache(maxsize=4096)
@@ -201,7 +201,7 @@ def blocks(manifest: Manifest, tokenizer, count: int) -> list[Expected]:
     return found
 
 
-def _labelled(manifest: Manifest, raw: Raw, k: int) -> Expected:
+def _labelled(manifest: DataManifest, raw: Raw, k: int) -> Expected:
     labels = [
         -100
         if position >= raw.padding or (manifest.document_mask and position in raw.borders)

@@ -204,7 +204,7 @@ def loaded(root: Path, spec: Any, launched: Launched) -> None:
     """The newest checkpoint, by every rank's pieces."""
     found = read.find(root, RUN, launched.ranks)
     assert found is not None
-    read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
+    read.load_tensors(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
     launched.engine.finish_loading(found.state["optimizer_steps"])
 
 
@@ -228,10 +228,10 @@ def saved(root: Path, spec: Any, launched: Launched) -> None:
     steps = {"format": 1, "run_id": RUN, "optimizer_steps": launched.engine.optimizer_steps()}
     small["trainer_state.json"] = json.dumps(steps).encode()
     begun = write.begin(root, 4, spec, small, ranks, RUN)
-    assert isinstance(begun, write.Begun), begun
+    assert isinstance(begun, write.OpenSave), begun
     extents = write.write_pieces(begun, launched.engine.pieces(spec, writing=True))
     done = write.commit(begun, extents, None, ranks)
-    assert isinstance(done, write.Committed), done
+    assert isinstance(done, write.SavedCheckpoint), done
 
 
 def reference(job: Job) -> dict[str, Any]:

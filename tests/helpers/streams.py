@@ -18,7 +18,7 @@ import numpy as np
 from helpers import reference_stream
 
 from llmtrain.data.documents.reader import Reading
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
 from llmtrain.data.stream import Stream, open_stream
 from llmtrain.data.tokens.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Run:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: DataManifest,
         place: Path,
         state: DataState | None = None,
         blocks_per_step: int = BLOCKS,
@@ -140,7 +140,9 @@ def rows_of(batch: Batch) -> list[Row]:
     ]
 
 
-def lane_documents(manifest: Manifest, tokenizer: Tokenizer, rows: list[Row]) -> list[list[str]]:
+def lane_documents(
+    manifest: DataManifest, tokenizer: Tokenizer, rows: list[Row]
+) -> list[list[str]]:
     """Of each lane the documents in the order trained on, without the last, which may be cut.
 
     rows: from block 0 on, `concat`, one source.
@@ -154,7 +156,7 @@ def lane_documents(manifest: Manifest, tokenizer: Tokenizer, rows: list[Row]) ->
     return found
 
 
-def whole_epochs(manifest: Manifest, lanes: list[list[str]]) -> list[list[list[str]]]:
+def whole_epochs(manifest: DataManifest, lanes: list[list[str]]) -> list[list[list[str]]]:
     """[epoch][lane] the documents, of the epochs that all lanes have behind them."""
     taken, epochs = [0] * manifest.lanes, []
     while True:

@@ -25,7 +25,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.config.schema import ModelConfig
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import Reading
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
@@ -141,7 +141,7 @@ def run(folder: Path, *, bos: bool = False, chat: bool = False, **data: Any) -> 
     manifest = corpus.manifest_of(made, articles, heldout=0.2, seq_len=SEQ_LEN, **data)
     (run_dir / contents.MANIFEST).write_bytes(manifest.to_bytes())
     heldout.prepare(
-        manifest, Encoder(open_tokenizer(made)), run_dir / contents.HELDOUT, 20, Reading(60)
+        manifest, DocumentEncoder(open_tokenizer(made)), run_dir / contents.HELDOUT, 20, Reading(60)
     )
     return run_dir
 

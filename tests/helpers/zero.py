@@ -24,7 +24,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.checkpoint import read, write
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
@@ -243,21 +243,21 @@ def save(launched: Launched, spec: Spec, root: Path, step: int, writers: str) ->
     small = {"config.json": b"{}", "trainer_state.json": json.dumps(state_file).encode() + b"\n"}
     ranks: Any = OnTheHost(launched.ranks)
     begun = write.begin(root, step, spec, small, ranks, RUN)
-    assert not isinstance(begun, write.Failed), begun
+    assert not isinstance(begun, write.FailedSave), begun
     pieces = launched.engine.pieces(spec, writing=True, dealt=writers == "all")
     if writers == "rank0":
         extents = write.collect_pieces(begun, pieces, ranks)
     else:
         extents = write.write_pieces(begun, pieces)
     done = write.commit(begun, extents, None, ranks)
-    assert not isinstance(done, write.Failed), done
+    assert not isinstance(done, write.FailedSave), done
 
 
 def load(launched: Launched, spec: Spec, root: Path, steps: int) -> None:
     """The newest checkpoint into the engine."""
     found = read.find(root, RUN, launched.ranks)
-    assert isinstance(found, Found)
-    read.fill(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
+    assert isinstance(found, ResumePoint)
+    read.load_tensors(found, spec, launched.engine.pieces(spec, writing=False), launched.ranks)
     launched.engine.finish_loading(steps)
 
 

@@ -5,7 +5,7 @@ from llmtrain import system
 from llmtrain.agreement import (
     Alone,
     agreed,
-    attempt,
+    captured,
     count_votes,
     from_rank_zero,
     gathered,
@@ -32,9 +32,9 @@ def raise_on(errors):
 
 
 def test_an_attempt_keeps_the_value_or_the_exception():
-    assert attempt(lambda: 3).result() == 3
-    assert attempt(lambda: None).result() is None
-    outcome = attempt(lambda: {}["a"])
+    assert captured(lambda: 3).result() == 3
+    assert captured(lambda: None).result() is None
+    outcome = captured(lambda: {}["a"])
     with pytest.raises(KeyError):
         outcome.result()
 
@@ -44,7 +44,7 @@ def test_an_attempt_does_not_keep_an_interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        attempt(interrupt)
+        captured(interrupt)
 
 
 def test_all_ranks_get_their_own_result_where_none_fails():

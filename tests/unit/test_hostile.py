@@ -31,7 +31,7 @@ from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.chat.template import PROBES, named_template
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.survey import survey
-from llmtrain.data.tokens.encode import Encoder, settings_of
+from llmtrain.data.tokens.encode import DocumentEncoder, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.plan import plan
@@ -182,7 +182,7 @@ def test_rows(tmp_path, tokenizer, check):
                 })  # fmt: skip
                 found = survey(data_settings(config), 1)
                 chat = Chat(tokenizer, settings_of(config.chat, chats.DEFAULTS.date), 512)
-                encoder = Encoder(opened, chat)
+                encoder = DocumentEncoder(opened, chat)
                 check_first_rows(found, encoder)
                 count_unread(found.sources[0], 1, Reader(found.reading), encoder)
 

@@ -35,12 +35,12 @@ from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import GROUP_LIMIT
 from llmtrain.data.file_parts import text_size
 from llmtrain.data.lanes import Lanes
-from llmtrain.data.manifest import Manifest, Source
+from llmtrain.data.manifest import DataManifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
 from llmtrain.data.sources.local import file_format
 from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.encode import Encoded, Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.hashing import mix, permutation
 
 SAMPLED_UNITS = 64  # of each format of a source
@@ -112,7 +112,7 @@ class Epoch:
 
 
 def count_documents(
-    manifest: Manifest, k: int, encoder: Encoder, reader: Reader, limit: int | None
+    manifest: DataManifest, k: int, encoder: DocumentEncoder, reader: Reader, limit: int | None
 ) -> Counted:
     """Count the documents of source k, or estimate their number from a sample.
 
@@ -146,8 +146,8 @@ def count_documents(
 
 
 def epoch(
-    manifest: Manifest,
-    encoder: Encoder,
+    manifest: DataManifest,
+    encoder: DocumentEncoder,
     reading: Reading,
     known: Sequence[Counted] = (),
     state: DataState | None = None,
@@ -217,7 +217,9 @@ class _Piece(NamedTuple):
 class _Counter:
     """Looks at the documents of a source, and remembers what they are."""
 
-    def __init__(self, manifest: Manifest, k: int, encoder: Encoder, reader: Reader) -> None:
+    def __init__(
+        self, manifest: DataManifest, k: int, encoder: DocumentEncoder, reader: Reader
+    ) -> None:
         self.manifest, self.k, self.source = manifest, k, manifest.sources[k]
         self.encoder, self.reader = encoder, reader
         # The ids of a token cache already include separators; conversations have none.
@@ -371,7 +373,7 @@ class _Counter:
         replaced = 0
         for row in range(len(rows)):
             content: str | Callable[[], np.ndarray] | None
-            if isinstance(rows, token_cache.Rows):
+            if isinstance(rows, token_cache.CachedRows):
                 content = partial(rows.ids, row, self.encoder.tokenizer.length)
                 size = rows.size(row)
             else:
@@ -397,7 +399,7 @@ class _Counter:
 
 
 def _extent(
-    manifest: Manifest, encoder: Encoder, reader: Reader, state: DataState
+    manifest: DataManifest, encoder: DocumentEncoder, reader: Reader, state: DataState
 ) -> tuple[int | None, int, int]:
     """Return the numbers of the first block that is not padding, and of that behind the last one.
 
@@ -421,7 +423,7 @@ class _Lengths:
     trained: tokens of all that was asked for
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: DocumentEncoder) -> None:
         self.tokenizer = encoder.tokenizer
         self.trained = 0
         self._encoder = encoder

@@ -17,7 +17,7 @@ from llmtrain.data.documents.reader import OF_THE_SOURCE, Reader, bad_row, place
 from llmtrain.data.heldout import training_rows, training_texts
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import Survey
-from llmtrain.data.tokens.encode import Encoded, Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, raise_any
 from llmtrain.text import harmless
@@ -34,7 +34,7 @@ class _Row(NamedTuple):
     encoded: Encoded
 
 
-def check_first_rows(survey: Survey, encoder: Encoder) -> list[Encoded]:
+def check_first_rows(survey: Survey, encoder: DocumentEncoder) -> list[Encoded]:
     """Raise UserError if conversations cannot be trained on, with the rows and the reason.
 
     Where bad rows are skipped, one good row is enough. Returns those that are trained on.
@@ -59,7 +59,9 @@ def share_filled(rows: Sequence[Encoded], seq_len: int) -> float:
     return sum(lengths) / max(1, len(lengths) * (seq_len + 1))
 
 
-def count_unread(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Mapping[str, int]:
+def count_unread(
+    source: Source, seed: int, reader: Reader, encoder: DocumentEncoder
+) -> Mapping[str, int]:
     """Return the keys of the first rows of conversations that nobody reads → how many rows.
 
     A key of a message is `messages.KEY`. Of a table every row has every column.
@@ -99,7 +101,7 @@ def with_marks(encoded: Encoded, tokenizer: Tokenizer) -> str:
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in parts)
 
 
-def _rows(source: Source, seed: int, reader: Reader, encoder: Encoder) -> Iterator[_Row]:
+def _rows(source: Source, seed: int, reader: Reader, encoder: DocumentEncoder) -> Iterator[_Row]:
     for u in range(len(source.units)):
         for row, text in training_rows(source, u, seed, reader):
             yield _Row(u, row, encoder.documents(source, [text])[0])

@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmtrain.data.documents.reader import DESCRIBING, Reader, Row, row_order, rows_of, unit_at
+from llmtrain.data.documents.reader import DESCRIBING, Reader, RowPlace, row_order, rows_of, unit_at
 from llmtrain.data.lanes import Block, Lanes
-from llmtrain.data.manifest import Manifest, Source, Unit
+from llmtrain.data.manifest import DataManifest, Source, Unit
 from llmtrain.data.packing import Span
 from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 
 
-class Document(NamedTuple):
+class LaneDocument(NamedTuple):
     """A document by its place in the order of a lane, as in `Span`.
 
     The documents of a token cache are numbered: row is the number, lane and unit are −1.
@@ -58,8 +58,8 @@ class Origin(NamedTuple):
 
 
 def replay(
-    manifest: Manifest,
-    encoder: Encoder,
+    manifest: DataManifest,
+    encoder: DocumentEncoder,
     reader: Reader,
     state: DataState,
     first: int,
@@ -74,22 +74,22 @@ def replay(
         yield g, lanes.take(g)
 
 
-def document_of(manifest: Manifest, g: int, block: Block, span: Span) -> Document:
+def document_of(manifest: DataManifest, g: int, block: Block, span: Span) -> LaneDocument:
     """Return the document to which a span of block g belongs."""
     k, lane = block.source, g % manifest.lanes
     source = manifest.sources[k]
     if not source.cached:
-        return Document(k, lane, span.epoch, span.unit, span.row)
+        return LaneDocument(k, lane, span.epoch, span.unit, span.row)
     if manifest.packing == "concat":
-        return Document(k, -1, span.epoch, -1, span.row)
+        return LaneDocument(k, -1, span.epoch, -1, span.row)
     u = unit_at(manifest, k, span.epoch, lane, span.unit)  # walked in lanes, like text
     numbers = token_cache.rows_of(source, source.units[u]).numbers
     row = row_order(manifest, k, u, span.epoch, len(numbers))[span.row]
-    return Document(k, -1, span.epoch, -1, int(numbers[row]))
+    return LaneDocument(k, -1, span.epoch, -1, int(numbers[row]))
 
 
 def is_whole(
-    manifest: Manifest, tokenizer: Tokenizer, document: Document, block: Block, span: Span
+    manifest: DataManifest, tokenizer: Tokenizer, document: LaneDocument, block: Block, span: Span
 ) -> bool:
     """Return whether a span that begins its document has all of the document.
 
@@ -112,11 +112,11 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def origins(
-    manifest: Manifest, reader: Reader, documents: Collection[Document]
-) -> dict[Document, Origin]:
+    manifest: DataManifest, reader: Reader, documents: Collection[LaneDocument]
+) -> dict[LaneDocument, Origin]:
     """Return where documents come from. Each unit that one of them is in is read again."""
-    wanted: dict[tuple[int, int], list[Document]] = defaultdict(list)
-    found: dict[Document, Origin] = {}
+    wanted: dict[tuple[int, int], list[LaneDocument]] = defaultdict(list)
+    found: dict[LaneDocument, Origin] = {}
     for document in documents:
         k, lane, epoch, position, row = document
         if manifest.sources[k].cached:
@@ -133,7 +133,7 @@ def origins(
     return found
 
 
-def _origin(source: Source, unit: Unit, row: Row) -> Origin:
+def _origin(source: Source, unit: Unit, row: RowPlace) -> Origin:
     group = unit.group if unit.group >= 0 else None
     columns = row.columns
     name = columns.get(source.id_column or "id")

@@ -19,7 +19,7 @@ import xxhash
 
 from llmtrain.data.chat.encode import (
     Control,
-    Encoder,
+    OffsetEncoder,
     control_of,
     open_encoder,
     unmark,
@@ -114,7 +114,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedChat:
     """The sequences of a row, and what happened.
 
     counts: `sequences`, `ids` and `trained` (ids) in all of them · `longest_ids`, in the longest
@@ -192,7 +192,7 @@ class Chat:
         messages, tools = self._mark_control(messages, tools, prompt=True)
         return self._encoder.encode(self.render(messages, tools, True) + self._end.lead).ids
 
-    def sequences(self, example: Example) -> Encoded:
+    def sequences(self, example: Example) -> EncodedChat:
         """Return what is trained of a row.
 
         Each span of trained ids is an answer and the token that ends its turn. Before it are the
@@ -209,7 +209,7 @@ class Chat:
         counts["ids"] = sum(len(one.ids) for one in found)
         counts["trained"] = sum(sum(one.trained) for one in found)
         counts["longest_ids"] = sum(max((len(one.ids) for one in p), default=0) for p in pieces)
-        return Encoded(found, +counts)
+        return EncodedChat(found, +counts)
 
     def probe(self) -> str:
         """Digest of the ids and masks of made-up conversations: equal if the data would be.
@@ -228,7 +228,7 @@ class Chat:
         return digest.hexdigest()
 
     @cached_property
-    def _encoder(self) -> Encoder:
+    def _encoder(self) -> OffsetEncoder:
         return open_encoder(self._directory, self._tokenizer)
 
     @cached_property

@@ -180,7 +180,7 @@ _BLANKS = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
 _MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a text: where it begins, in characters, and how it is encoded."""
 
     start: int
@@ -196,12 +196,12 @@ class EncodedText:
     """
 
     ids: list[int]
-    parts: Sequence[Part]
+    parts: Sequence[TextPart]
     firsts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class TextEncoders:
     """What encodes the parts.
 
     added: the added tokens, by id
@@ -217,13 +217,13 @@ class Engine:
     by_parts: bool = False
 
 
-class Encoder:
+class OffsetEncoder:
     """Encodes rendered text, and remembers the ids of parts.
 
     added: the added tokens, by id
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TextEncoders) -> None:
         self.added = engine.added
         self._engine = engine
         self._known: dict[tuple[Kind, str], list[int]] = {}
@@ -260,7 +260,7 @@ class Encoder:
         begun = part.text[: place - part.start]
         if not begun:
             return first
-        self._learn([Part(part.start, part.kind, begun)])
+        self._learn([TextPart(part.start, part.kind, begun)])
         ids = self._known[part.kind, begun]
         last = first + len(ids)
         return last if encoded.ids[first:last] == ids else None
@@ -270,30 +270,30 @@ class Encoder:
         n = bisect_right(encoded.parts, place, key=lambda part: part.start) - 1
         return encoded.firsts[n] if n >= 0 else 0
 
-    def _parts(self, text: str, kind: Kind) -> list[Part]:
+    def _parts(self, text: str, kind: Kind) -> list[TextPart]:
         if START not in text and END not in text:
             return list(self._between(text, 0, kind))
-        found: list[Part] = []
+        found: list[TextPart] = []
         start = 0
         for match in _MARKED.finditer(text):
             found += self._between(text[start : match.start()], start, kind)
             if match[1]:
-                found.append(Part(match.start(1), "literal", match[1]))
+                found.append(TextPart(match.start(1), "literal", match[1]))
             start, kind = match.end(), "glued"
         return [*found, *self._between(text[start:], start, kind)]
 
-    def _between(self, text: str, offset: int, kind: Kind) -> Iterator[Part]:
+    def _between(self, text: str, offset: int, kind: Kind) -> Iterator[TextPart]:
         """Yield the parts of a text without marks: added tokens, and what is between them."""
         start = 0
         for match in self._cuts.finditer(text):
             if match.start() > start:
-                yield Part(offset + start, kind, text[start : match.start()])
-            yield Part(offset + match.start(), "behind", match.group())
+                yield TextPart(offset + start, kind, text[start : match.start()])
+            yield TextPart(offset + match.start(), "behind", match.group())
             start, kind = match.end(), "behind"
         if start < len(text):
-            yield Part(offset + start, kind, text[start:])
+            yield TextPart(offset + start, kind, text[start:])
 
-    def _learn(self, parts: Sequence[Part]) -> None:
+    def _learn(self, parts: Sequence[TextPart]) -> None:
         """Encode the parts that are not known yet."""
         if self._characters > CACHE_CHARACTERS:
             self._known.clear()
@@ -329,7 +329,7 @@ class Encoder:
         return all(self.encode(text).ids == ids for text, ids in zip(texts, whole, strict=True))
 
 
-def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> Encoder:
+def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> OffsetEncoder:
     """Open `tokenizer.json` with its added tokens. Raises UserError if it is missing.
 
     tokenizer: the one in that directory, with the run's back end; it is used if it is faster
@@ -338,7 +338,7 @@ def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> Encoder
 
     fast = None if tokenizer is None else of_back_end(tokenizer)
     if fast is not None:
-        return Encoder(fast)
+        return OffsetEncoder(fast)
     path = directory / "tokenizer.json"
     if not path.is_file():
         expected = "a directory with tokenizer.json"
@@ -346,16 +346,16 @@ def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> Encoder
     full = tokenizers.Tokenizer.from_file(str(path))
     full.no_truncation()
     full.no_padding()
-    return Encoder(of_library(full))
+    return OffsetEncoder(of_library(full))
 
 
-def of_library(full: tokenizers.Tokenizer) -> Engine:
+def of_library(full: tokenizers.Tokenizer) -> TextEncoders:
     """Return the engine of a tokenizer with its added tokens."""
     whole, bare = (_encode_with(one) for one in (full, _without_added_tokens(full)))
-    return Engine(full.get_added_tokens_decoder(), whole, bare)
+    return TextEncoders(full.get_added_tokens_decoder(), whole, bare)
 
 
-def of_back_end(tokenizer: Tokenizer) -> Engine | None:
+def of_back_end(tokenizer: Tokenizer) -> TextEncoders | None:
     """Return the engine of a run's tokenizer.
 
     None: it is no faster than the library, or a text cannot be cut at every added token.
@@ -374,7 +374,7 @@ def of_back_end(tokenizer: Tokenizer) -> Engine | None:
     def whole(texts: list[str]) -> list[list[int]]:
         return [ids.get(text) or bare([text])[0] for text in texts]
 
-    return Engine(added, whole, bare, by_parts=True)
+    return TextEncoders(added, whole, bare, by_parts=True)
 
 
 def _encode_with(tokenizer: tokenizers.Tokenizer) -> Encode:

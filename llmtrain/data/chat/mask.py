@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llmtrain.data.chat.encode import Encoder, unmark
+from llmtrain.data.chat.encode import OffsetEncoder, unmark
 from llmtrain.data.chat.end_of_turn import EndOfTurn
 from llmtrain.data.chat.rendering import Text
 from llmtrain.data.chat.rows import REASONING, BadRowError, Message
@@ -114,7 +114,11 @@ def group(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def to_sequences(
-    encoder: Encoder, turns: Sequence[Turn], end: EndOfTurn, counts: Counter[str], limit: float
+    encoder: OffsetEncoder,
+    turns: Sequence[Turn],
+    end: EndOfTurn,
+    counts: Counter[str],
+    limit: float,
 ) -> Iterator[TokenSequence]:
     """Yield the sequences of turns that share a text: one for each that straddles, and one.
 
@@ -145,7 +149,7 @@ def token_sequence(ids: list[int], trained: list[bool]) -> TokenSequence:
     return TokenSequence(ids, [False, *trained[1:]])
 
 
-def _in_two(encoder: Encoder, turn: Turn, end: EndOfTurn) -> TokenSequence:
+def _in_two(encoder: OffsetEncoder, turn: Turn, end: EndOfTurn) -> TokenSequence:
     """Return a turn's sequence, its prompt and its answer encoded apart."""
     prompt = encoder.encode(str(turn.prompt)).ids
     answer = encoder.encode(_span(turn), "glued").ids

@@ -37,7 +37,7 @@ from llmtrain.data.documents.skipped import (
     too_many,
 )
 from llmtrain.data.documents.units import Units, place_of
-from llmtrain.data.manifest import Manifest, Source, Unit
+from llmtrain.data.manifest import DataManifest, Source, Unit
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.sources.local import TABLES, file_format
 from llmtrain.data.token_cache import source as token_cache
@@ -99,7 +99,7 @@ class Reader:
 
     def documents(
         self, source: Source, unit: Unit, epoch: int | None = None, *, needed: bool = False
-    ) -> Rows | token_cache.Rows:
+    ) -> Rows | token_cache.CachedRows:
         """Return what `rows` returns, or the documents of a token cache, of which none is bad."""
         if source.cached:
             return token_cache.rows_of(source, unit)
@@ -245,7 +245,7 @@ OF_THE_SOURCE = ("judgement", "mask")  # bad rows that say what the whole source
 DESCRIBING = ("title", "url")
 
 
-class Row(NamedTuple):
+class RowPlace(NamedTuple):
     """A row of a unit.
 
     at: the row of its row group, or the byte of the file at which its line begins
@@ -256,7 +256,7 @@ class Row(NamedTuple):
     columns: Mapping[str, str | None]
 
 
-def units_of(manifest: Manifest, k: int, epoch: int, lane: int) -> np.ndarray:
+def units_of(manifest: DataManifest, k: int, epoch: int, lane: int) -> np.ndarray:
     """Return the units of source k that a lane walks in an epoch, in order: indices (n,).
 
     If the units cannot be dealt evenly, some lanes get one more. A rotation changes which lanes
@@ -272,12 +272,12 @@ def _order(n: int, key: int) -> np.ndarray:
     return permutation(n, key)
 
 
-def unit_at(manifest: Manifest, k: int, epoch: int, lane: int, position: int) -> int:
+def unit_at(manifest: DataManifest, k: int, epoch: int, lane: int, position: int) -> int:
     """Return the unit of source k at a position of a lane's list."""
     return int(units_of(manifest, k, epoch, lane)[position])
 
 
-def row_order(manifest: Manifest, k: int, u: int, epoch: int, rows: int) -> np.ndarray:
+def row_order(manifest: DataManifest, k: int, u: int, epoch: int, rows: int) -> np.ndarray:
     """Return the order in which a unit's rows are read in an epoch: rows in file order (n,)."""
     return permutation(rows, mix(manifest.seed, 2, k, epoch, u))
 
@@ -301,15 +301,15 @@ def place_of_row(source: Source, u: int, row: int, reader: Reader) -> str:
     return reader.line_at(source, unit.file, at)
 
 
-def rows_of(reader: Reader, source: Source, unit: Unit) -> Sequence[Row]:
+def rows_of(reader: Reader, source: Source, unit: Unit) -> Sequence[RowPlace]:
     """Return the rows of a unit in file order, with the columns that describe a document."""
     kind = (file_format(source.files[unit.file].name) or ("",))[0]
     if kind in TABLES:
         return _rows_of_group(reader, source, unit)
     if kind == "text":
-        return [Row(at, {}) for at, _ in reader.units.lines(source, unit)]
+        return [RowPlace(at, {}) for at, _ in reader.units.lines(source, unit)]
     found = ((at, _columns_of_line(line, source)) for at, line in reader.units.lines(source, unit))
-    return [Row(at, columns) for at, columns in found if columns is not None]
+    return [RowPlace(at, columns) for at, columns in found if columns is not None]
 
 
 def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | None:
@@ -327,7 +327,7 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
     return {name: None if row.get(name) is None else str(row[name]) for name in _columns(source)}
 
 
-def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[Row]:
+def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[RowPlace]:
     there = reader.units.schema(source, unit.file).names
     names = [name for name in _columns(source) if name in there]
     columns: dict[str, list[str | None]] = {}
@@ -339,7 +339,7 @@ def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[Row]:
         if rows.ids is not None:
             columns[second] = _decode(rows.ids)
     return [
-        Row(unit.start + i, {name: values[i] for name, values in columns.items()})
+        RowPlace(unit.start + i, {name: values[i] for name, values in columns.items()})
         for i in range(unit.stop - unit.start)
     ]
 

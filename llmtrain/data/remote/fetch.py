@@ -83,7 +83,7 @@ class HubFile:
     etag: str
 
 
-def attempt(
+def request_once(
     file: HubFile, start: int, end: int, until: float, signed: MutableMapping[str, str]
 ) -> bytes:
     """Fetch bytes [start, end) with one request. Redirects are followed here.
@@ -289,7 +289,7 @@ class Remote:
         while True:
             seconds = min(ATTEMPT_SECONDS, max(1.0, deadline - time.monotonic()))
             until = time.monotonic() + seconds
-            work = partial(attempt, file, start, end, until, self._signed)
+            work = partial(request_once, file, start, end, until, self._signed)
             try:
                 return wait_for(work, seconds, self._stop)
             except AttemptError as failed:

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from llmtrain.data.manifest import Manifest, Source, Unit
+from llmtrain.data.manifest import DataManifest, Source, Unit
 from llmtrain.data.packing import Packed, Span
 from llmtrain.data.sources.local import bounded, is_index
 from llmtrain.data.token_cache.file import TokenFile, open_tokens
@@ -70,7 +70,7 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class CachedRows:
     """The documents of a unit, with the methods of `documents.rows.Rows`.
 
     numbers (n,): the documents' numbers in their source
@@ -102,9 +102,9 @@ class Rows:
         file, start, stop = self.documents.span(int(self.numbers[row]))
         return file.ids(start, stop, vocabulary)
 
-    def take(self, order: np.ndarray) -> Rows:
+    def take(self, order: np.ndarray) -> CachedRows:
         """Return the same documents in another order."""
-        return Rows(self.documents, self.numbers[order])
+        return CachedRows(self.documents, self.numbers[order])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,12 +179,12 @@ def text_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     return ids[int(begins) : len(ids) - int(ends)]
 
 
-def rows_of(source: Source, unit: Unit) -> Rows:
+def rows_of(source: Source, unit: Unit) -> CachedRows:
     """Return the documents of a unit of a cached source: [start, stop) of its file."""
     documents = open_documents(source)
     number = sum(is_index(file.name) for file in source.files[: unit.file])
     first = documents.first[number]
-    return Rows(documents, np.arange(first + unit.start, first + unit.stop))
+    return CachedRows(documents, np.arange(first + unit.start, first + unit.stop))
 
 
 def num_tokens(source: Source, unit: Unit) -> int:
@@ -218,7 +218,7 @@ def num_blocks(source: Source, seed: int, seq_len: int) -> int:
 
 
 def blocks(
-    manifest: Manifest, k: int, lane: int, cursor: Cursor
+    manifest: DataManifest, k: int, lane: int, cursor: Cursor
 ) -> Generator[Packed, None, Counter[str]]:
     """Yield the blocks of source k in a lane from `cursor` on.
 

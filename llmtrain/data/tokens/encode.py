@@ -16,7 +16,7 @@ import numpy as np
 from llmtrain.config.schema import ChatConfig
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.rows import BadRowError, to_example
-from llmtrain.data.manifest import ChatFacts, Manifest, Source
+from llmtrain.data.manifest import ChatFacts, DataManifest, Source
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem
 
@@ -54,7 +54,7 @@ class Encodes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
+class DocumentEncoder:
     """Encodes the documents of a manifest's sources.
 
     chat: None where all sources are texts
@@ -86,13 +86,15 @@ class Encoder:
         return Encoded(ids, tuple(cuts.tolist()), trained, found.counts)
 
 
-def open_encoder(directory: Path, manifest: Manifest) -> Encoder:
+def open_encoder(directory: Path, manifest: DataManifest) -> DocumentEncoder:
     """Open the tokenizer of a run, and its chat template if the manifest has conversations.
 
     Raises UserError as `open_tokenizer` does.
     """
     tokenizer = open_tokenizer(directory, manifest.tokenizer.backend)
-    return Encoder(tokenizer, open_chat(directory, manifest.chat, manifest.seq_len, tokenizer))
+    return DocumentEncoder(
+        tokenizer, open_chat(directory, manifest.chat, manifest.seq_len, tokenizer)
+    )
 
 
 def open_chat(
@@ -131,7 +133,7 @@ def chat_facts(chat: Chat) -> ChatFacts:
     return ChatFacts(template, settings, end, chat.probe(), arguments)
 
 
-def differing_chat(manifest: Manifest, encoder: Encoder) -> list[Problem]:
+def differing_chat(manifest: DataManifest, encoder: DocumentEncoder) -> list[Problem]:
     """Return how the template differs from the manifest's, for every process that encodes."""
     if manifest.chat is None:
         return []

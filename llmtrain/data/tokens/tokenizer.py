@@ -71,7 +71,7 @@ _BORDERS = (
 _BORDER_CHARACTERS = 1 << 14  # how far back a border is searched for
 
 
-class Encoder(Protocol):
+class TokenizerBackend(Protocol):
     """The interface of a back end."""
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
@@ -134,7 +134,7 @@ class Tokenizer:
     length: int
     digest: str
     backend: Backend
-    _encoder: Encoder = field(repr=False)
+    _encoder: TokenizerBackend = field(repr=False)
     _control: re.Pattern[str] | None = field(repr=False)
     added: dict[int, tokenizers.AddedToken] = field(repr=False)
     awkward: tuple[str, ...] = field(repr=False)
@@ -183,7 +183,7 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise it starts a thread for every core
     os.environ["RAYON_NUM_THREADS"] = "1"
     if backend == "tiktoken":
-        encoder: Encoder = _convert(description, str(directory))
+        encoder: TokenizerBackend = _convert(description, str(directory))
     else:
         encoder = _reference(description, content.decode())
     ids = vocabulary(description) | {
@@ -248,7 +248,7 @@ def _border(text: str, start: int, end: int) -> int:
     return end
 
 
-def _convert(description: Description, place: str) -> Encoder:
+def _convert(description: Description, place: str) -> TokenizerBackend:
     remedy = "restore the run's tokenizer/, and tiktoken in the version that the run began with"
     reason = next(obstacles(description), None)
     try:

@@ -45,7 +45,7 @@ from llmtrain.distributed.engines.zero import DeepSpeedEngine
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.named import is_true
 from llmtrain.distributed.launch.rendezvous import meet_again
-from llmtrain.distributed.ranks import Group
+from llmtrain.distributed.ranks import RankGroup
 from llmtrain.types import Ranks
 
 _ROWS, _WIDTH = 1024, 768  # a product as in a small model
@@ -199,7 +199,7 @@ def make_accelerator(
             os.environ.setdefault("LOCAL_RANK", "0")
     is_zero = family(strategy) == "zero"
     engine = DeepSpeedEngine(accelerator) if is_zero else TorchEngine(accelerator, sharding)
-    ranks: Ranks = Group(timeout) if accelerator.num_processes > 1 else Alone()
+    ranks: Ranks = RankGroup(timeout) if accelerator.num_processes > 1 else Alone()
     return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
 
 

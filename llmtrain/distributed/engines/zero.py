@@ -250,7 +250,7 @@ _MASTERS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldWeights:
     """The tensors on this rank that the names of a checkpoint refer to.
 
     parameters: those of the bare model; with adapters, only what is trained.
@@ -266,16 +266,16 @@ class Held:
     frozen: Mapping[str, Tensor]
 
 
-def held_before(model: Module, optimizer: torch.optim.Optimizer) -> Held:
+def held_before(model: Module, optimizer: torch.optim.Optimizer) -> HeldWeights:
     """Return the names and values of the bare model. The values stay in memory until `after`."""
     parameters = state.named_parameters(model)
     trained = frozenset(state.trained_parameters(model, optimizer))
     values = {name: weight.detach() for name, weight in parameters.items()}
     buffers = {k: v for k, v in state.named_tensors(model).items() if k not in parameters}
-    return Held(parameters, trained, buffers, values)
+    return HeldWeights(parameters, trained, buffers, values)
 
 
-def held_after(held: Held, optimizer: Any) -> Held:
+def held_after(held: HeldWeights, optimizer: Any) -> HeldWeights:
     """Copy the exact weights into DeepSpeed's masters, which it made from rounded ones."""
     frozen = {}
     for name, parameter in held.parameters.items():
@@ -317,7 +317,7 @@ def create_state(optimizer: Any) -> None:
 
 
 def pieces(
-    held: Held,
+    held: HeldWeights,
     optimizer: Any,
     spec: Spec,
     *,
@@ -349,7 +349,7 @@ def pieces(
                 yield from _frozen(held, name, parameter, writing=writing)
 
 
-def share_pieces(held: Held, optimizer: Any, spec: Spec) -> Iterator[Piece]:
+def share_pieces(held: HeldWeights, optimizer: Any, spec: Spec) -> Iterator[Piece]:
     """Yield `pieces` for writing; frozen parameters that all ranks have in fp32 are shared out."""
     same = frozenset(
         name
@@ -386,7 +386,7 @@ def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Pi
     return Piece(name, start, partition.detach()[:count])
 
 
-def _frozen(held: Held, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
+def _frozen(held: HeldWeights, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
     """Yield this rank's range of a frozen parameter.
 
     In stage 3 every rank has its own range. In stages 1 and 2 every rank has the whole parameter,

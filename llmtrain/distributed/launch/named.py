@@ -30,7 +30,7 @@ from llmtrain.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class LaunchSection:
     """A section of accelerate's file.
 
     kind: the `distributed_type` for which accelerate reads it; None for any.
@@ -43,7 +43,7 @@ class Section:
     variables: Mapping[str, str | None]
 
 
-FSDP = Section(
+FSDP = LaunchSection(
     "FSDP",
     "ACCELERATE_USE_FSDP",
     {
@@ -60,7 +60,7 @@ FSDP = Section(
         "fsdp_min_num_params": None,
     },
 )
-DEEPSPEED = Section(
+DEEPSPEED = LaunchSection(
     "DEEPSPEED",
     "ACCELERATE_USE_DEEPSPEED",
     {
@@ -81,7 +81,7 @@ DEEPSPEED = Section(
         "deepspeed_inclusion_filter": None,
     },
 )
-MESH = Section(
+MESH = LaunchSection(
     None,
     "ACCELERATE_USE_PARALLELISM_CONFIG",
     {

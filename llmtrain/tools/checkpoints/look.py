@@ -44,7 +44,7 @@ Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, byt
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckpointRow:
     """One directory under `checkpoints/`.
 
     kind: `complete`; `other run` if it belongs to another run; `unreadable` if it belongs to the
@@ -88,7 +88,7 @@ class Listing:
     run_id: str | None
     resumed_from: str | None
     policy: CheckpointConfig | None
-    rows: tuple[Row, ...]
+    rows: tuple[CheckpointRow, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain checkpoints list --json` prints."""
@@ -125,7 +125,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointPath:
     """The directories that a path given by the user leads to.
 
     run_dir: None for checkpoints outside a run
@@ -171,7 +171,7 @@ def verify(
     return verify_each(place.root, [asked] if asked else names, told)
 
 
-def place_of(path: Path) -> Place:
+def place_of(path: Path) -> CheckpointPath:
     """Find out whether a path is a run, its `checkpoints/` or one checkpoint.
 
     Raises UserError if it is not one of these.
@@ -180,11 +180,11 @@ def place_of(path: Path) -> Place:
     if here.is_dir():
         inside = here / contents.CHECKPOINTS
         if inside.is_dir() or _is_run(here):
-            return Place(here, inside, None)
+            return CheckpointPath(here, inside, None)
         if (here / form.STATE).is_file() or (here / form.MANIFEST).is_file() or _kind(here.name):
-            return Place(_run_of(here.parent), here.parent, here.name)
+            return CheckpointPath(_run_of(here.parent), here.parent, here.name)
         if here.name == contents.CHECKPOINTS or any(map(_kind, form.names(here))):
-            return Place(_run_of(here), here, None)
+            return CheckpointPath(_run_of(here), here, None)
     raise UserError(Problem("RUN", path, "a run directory, its checkpoints/, or one checkpoint"))
 
 
@@ -214,7 +214,7 @@ def _known_policy(run_dir: Path | None) -> CheckpointConfig | None:
     return None
 
 
-def listing(place: Place, policy: CheckpointConfig | None) -> Listing:
+def listing(place: CheckpointPath, policy: CheckpointConfig | None) -> Listing:
     """Return all rows; those of the run's own checkpoints with the reasons to keep them."""
     try:
         run_id, resumed_from = run_id_of(place), _resumed_from(place.run_dir)
@@ -231,12 +231,12 @@ def listing(place: Place, policy: CheckpointConfig | None) -> Listing:
     return Listing(place.root, run_id, resumed_from, policy, tuple(rows))
 
 
-def _is_ours(row: Row) -> bool:
+def _is_ours(row: CheckpointRow) -> bool:
     """Whether retention considers it: a complete checkpoint of the run, not a link."""
     return row.kind == COMPLETE and LINK not in row.kept
 
 
-def _row(path: Path, run_id: str | None) -> Row | None:
+def _row(path: Path, run_id: str | None) -> CheckpointRow | None:
     """Return the row of one directory; None if it disappeared while it was read."""
     kind = _kind(path.name) or OTHER
     size, loss, last_loss, wrong = _bytes(path), None, None, None
@@ -248,7 +248,7 @@ def _row(path: Path, run_id: str | None) -> Row | None:
             kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
     step = form.step_of(path.name.partition(".")[0])
     kept = (LINK,) if path.is_symlink() else ()
-    row = Row(path.name, kind, step, size, loss, last_loss, kept, wrong)
+    row = CheckpointRow(path.name, kind, step, size, loss, last_loss, kept, wrong)
     return row if path.is_dir() else None
 
 
@@ -296,7 +296,7 @@ def _bytes(path: Path) -> int:
     return total
 
 
-def run_id_of(place: Place) -> str | None:
+def run_id_of(place: CheckpointPath) -> str | None:
     """Return the run's id: from its status, else from the newest intact manifest."""
     known = read_status(place.run_dir).get("run_id") if place.run_dir else None
     if known:

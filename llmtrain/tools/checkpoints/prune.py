@@ -23,8 +23,8 @@ from llmtrain.tools.checkpoints.look import (
     LEFT_OVER,
     SET_ASIDE,
     UNREADABLE,
+    CheckpointRow,
     Listing,
-    Row,
     Told,
     listing,
     place_of,
@@ -45,8 +45,8 @@ class Pruned:
     deleted: whether `goes` has been deleted already
     """
 
-    goes: tuple[Row, ...]
-    stays: tuple[Row, ...]
+    goes: tuple[CheckpointRow, ...]
+    stays: tuple[CheckpointRow, ...]
     deleted: bool
 
     @property
@@ -135,7 +135,7 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
     raise_any(problems)
 
 
-def _delete(found: Listing, goes: Sequence[Row]) -> None:
+def _delete(found: Listing, goes: Sequence[CheckpointRow]) -> None:
     """Delete as retention does. Raises RunError if anything of it is still there afterwards."""
     assert found.policy is not None
     candidates.prune(found.root, found.policy, found.run_id or "", found.resumed_from)

@@ -49,7 +49,7 @@ Told = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class RehearsedLaunch:
     """What a start recorded about itself."""
 
     strategy: str
@@ -73,8 +73,8 @@ class Compared:
     differences: each in words
     """
 
-    straight: Launched
-    resumed: Launched
+    straight: RehearsedLaunch
+    resumed: RehearsedLaunch
     steps: int
     losses: int
     largest_difference: float
@@ -280,11 +280,11 @@ def _start(
     raise RunError(message, code or 1, f"see {log}; {log.parent} was kept")
 
 
-def _last_start(run_dir: Path) -> Launched:
+def _last_start(run_dir: Path) -> RehearsedLaunch:
     """Return what the last start of a run recorded about itself."""
     *_, last = (line for line in record.record(run_dir) if line["kind"] == "start")
     fields = ("strategy", "world_size", "micro_batch_size", "resumed_from")
-    return Launched(*(last[name] for name in fields))
+    return RehearsedLaunch(*(last[name] for name in fields))
 
 
 def _numbers(run_dir: Path) -> dict[int, tuple[str, float | None]]:
@@ -302,7 +302,7 @@ def _gap(one: float | None, other: float | None) -> float:
     return abs(one - other)
 
 
-def _why_other_losses(run_dir: Path, one: Launched, other: Launched) -> str:
+def _why_other_losses(run_dir: Path, one: RehearsedLaunch, other: RehearsedLaunch) -> str:
     """Return why losses cannot be compared; "" if they can.
 
     With dropout they depend on the number of ranks, with a router loss on the rows that are in a

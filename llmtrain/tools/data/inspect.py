@@ -27,16 +27,16 @@ from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.audit.count import Counted, Epoch, count_documents, epoch
 from llmtrain.data.audit.first_rows import count_unread
-from llmtrain.data.audit.ledger import Document, document_of, is_whole, replay
+from llmtrain.data.audit.ledger import LaneDocument, document_of, is_whole, replay
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import Block
-from llmtrain.data.manifest import Manifest, has_other_sources
+from llmtrain.data.manifest import DataManifest, has_other_sources
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream
 from llmtrain.data.stream import open_stream as open_blocks
 from llmtrain.data.survey import check
-from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.model.build import model_config
 from llmtrain.model.tokenizer import special_tokens
@@ -207,8 +207,8 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
 
 def _inspection(
     config: Config,
-    manifest: Manifest,
-    encoder: Encoder,
+    manifest: DataManifest,
+    encoder: DocumentEncoder,
     reading: Reading,
     blocks: int,
     documents: int,
@@ -272,7 +272,7 @@ def _blocks_of_run(config: Config, once: Epoch) -> float:
     return training.epochs * once.blocks
 
 
-def _estimates(manifest: Manifest, found: Sequence[Counted], once: Epoch) -> tuple[str, ...]:
+def _estimates(manifest: DataManifest, found: Sequence[Counted], once: Epoch) -> tuple[str, ...]:
     names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
     # A run counts its conversations up to where its last lane ends, which takes too long here.
     names += [] if once.exact and manifest.chat is None else ["steps_per_epoch"]
@@ -281,7 +281,7 @@ def _estimates(manifest: Manifest, found: Sequence[Counted], once: Epoch) -> tup
 
 
 def _pack(
-    manifest: Manifest, encoder: Encoder, reader: Reader, wanted: int, epoch_blocks: int
+    manifest: DataManifest, encoder: DocumentEncoder, reader: Reader, wanted: int, epoch_blocks: int
 ) -> dict[str, Any]:
     """Count in the first blocks, and keep the first `wanted` of them to show.
 
@@ -291,8 +291,8 @@ def _pack(
     enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
     count = max(wanted, manifest.lanes, enough)
     shown: list[Shown] = []
-    began: set[Document] = set()
-    whole: set[Document] = set()
+    began: set[LaneDocument] = set()
+    whole: set[LaneDocument] = set()
     pads = blocks = 0
     tokenizer = encoder.tokenizer
     for g, block in replay(manifest, encoder, reader, DataState.fresh(manifest), 0, count):
@@ -314,12 +314,12 @@ def _pack(
     }
 
 
-def _padding(manifest: Manifest, block: Block) -> int:
+def _padding(manifest: DataManifest, block: Block) -> int:
     """Return the number of tokens after the last document."""
     return manifest.seq_len + 1 - sum(span.stop - span.start for span in block.spans)
 
 
-def _shown(manifest: Manifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
+def _shown(manifest: DataManifest, tokenizer: Tokenizer, g: int, block: Block) -> Shown:
     """Return a block as text, decoded by document so that no border is inside a character."""
     batch = batch_of([(g, block)], manifest, first_block=g, wait_seconds=0.0, ended=False)
     targets = [False, *(batch.labels[0] != NOT_TRAINED).tolist()]
@@ -358,7 +358,7 @@ def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _facts(
-    manifest: Manifest, k: int, found: Counted, read: float, unread: Mapping[str, int]
+    manifest: DataManifest, k: int, found: Counted, read: float, unread: Mapping[str, int]
 ) -> SourceFacts:
     """Return the facts of source k. read: tokens of all sources that the whole run trains on."""
     source = manifest.sources[k]

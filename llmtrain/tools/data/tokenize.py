@@ -52,14 +52,14 @@ from llmtrain.config.schema import (
     TrainTokenizer,
 )
 from llmtrain.data.documents.reader import Reading, reading_of
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.repack import KINDS, Rewrite, finished_rows, made_of, rewrite
 from llmtrain.data.sources.local import bounded, distinct, file_format, is_local, list_files, locate
 from llmtrain.data.survey import check, survey
 from llmtrain.data.token_cache.file import dtype_code
 from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents
@@ -268,7 +268,7 @@ def _make(out: Path, work: Path) -> None:
         raise UserError(Problem("--out", out, expected)) from error
 
 
-def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
+def _begin(config: Config, out: Path, work: Path) -> tuple[DataManifest, Tokenizer]:
     """Return the manifest and tokenizer, new ones or those of the command that began here."""
     record = work / contents.CONFIG
     begun = record.exists() and (work / contents.MANIFEST).exists()
@@ -289,7 +289,7 @@ def _begin(config: Config, out: Path, work: Path) -> tuple[Manifest, Tokenizer]:
     tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
     if begun:
         try:
-            check(manifest, data_settings(config), Encoder(tokenizer))
+            check(manifest, data_settings(config), DocumentEncoder(tokenizer))
         except UserError as error:  # its remedies are written for a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error
@@ -312,7 +312,7 @@ def _copy(tokenizer: Path, path: Path) -> None:
 
 
 def _write(
-    manifest: Manifest,
+    manifest: DataManifest,
     tokenizer: Tokenizer,
     reading: Reading,
     paths: Sequence[Path],
@@ -336,7 +336,7 @@ def _write(
         _join(parts, paths[k], code, describe_tokenizer(tokenizer) | origin)
 
 
-def _tasks(manifest: Manifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
+def _tasks(manifest: DataManifest, k: int, code: int, reading: Reading) -> Iterator[Task]:
     source, backend = manifest.sources[k], manifest.tokenizer.backend
     work = Path(str(reading.run_dir))
     for u, unit in enumerate(source.units):

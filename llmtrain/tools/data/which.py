@@ -26,11 +26,11 @@ from llmtrain.data.audit.ledger import document_of, origins, replay, text_of
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, reading_of
 from llmtrain.data.lanes import Block
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.packing import Span
 from llmtrain.data.state import DataState, carry_over
 from llmtrain.data.survey import changed_files, differing_tokenizer
-from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
@@ -43,7 +43,7 @@ _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DocumentSpan:
     """A document, or a part of one, in a block of the step.
 
     g: the block's number
@@ -82,7 +82,7 @@ class StepDocuments:
     batch_digest: str
     checked_at: int | None
     blocks: int
-    documents: tuple[Found, ...]
+    documents: tuple[DocumentSpan, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints; with `text` only if it was asked for."""
@@ -179,7 +179,7 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
     return starts
 
 
-def _manifest(run_dir: Path, config: Config) -> Manifest:
+def _manifest(run_dir: Path, config: Config) -> DataManifest:
     """Return the run's manifest, with the places where its sources are now."""
     try:
         return manifests.load(run_dir / contents.MANIFEST, config.data.sources)
@@ -195,7 +195,9 @@ def _with_way_out(problem: Problem) -> Problem:
     return replace(problem, remedy=f"name the place of the data now: '{problem.key}={value}'")
 
 
-def _state_before(run_dir: Path, step: int, manifest: Manifest, blocks_per_step: int) -> DataState:
+def _state_before(
+    run_dir: Path, step: int, manifest: DataManifest, blocks_per_step: int
+) -> DataState:
     """Return the stream's state at the last save before the step, or else at the run's start."""
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
@@ -241,15 +243,15 @@ def _standing(
     return standing
 
 
-def _check_data(manifest: Manifest, encoder: Encoder) -> None:
+def _check_data(manifest: DataManifest, encoder: DocumentEncoder) -> None:
     problems = differing_tokenizer(manifest, encoder)
     problems += map(_with_way_out, changed_files(manifest))
     raise_any(problems)
 
 
 def _replay(
-    manifest: Manifest,
-    encoder: Encoder,
+    manifest: DataManifest,
+    encoder: DocumentEncoder,
     reader: Reader,
     state: DataState,
     start: _Start,
@@ -303,11 +305,11 @@ def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:
 
 
 def _documents(
-    manifest: Manifest,
+    manifest: DataManifest,
     reader: Reader,
     numbered: Sequence[tuple[int, Block]],
     tokenizer: Tokenizer | None,
-) -> tuple[Found, ...]:
+) -> tuple[DocumentSpan, ...]:
     """Return the documents in these blocks; with their text if a tokenizer is given."""
     placed = [
         (g, block, span, document_of(manifest, g, block, span))
@@ -316,7 +318,7 @@ def _documents(
     ]
     known = origins(manifest, reader, {document for *_, document in placed})
     return tuple(
-        Found(
+        DocumentSpan(
             source=manifest.labels[block.source],
             g=g,
             span=(span.at, span.at + span.stop - span.start),

@@ -48,7 +48,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.text import first_line
 from llmtrain.tools.use import packed
-from llmtrain.tools.use.load import Opened, open_model
+from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, Told
 from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
 from llmtrain.training.evaluate import figures
@@ -64,7 +64,7 @@ _LOGITS_BYTES = 256 << 20  # of a batch; a single window may have more
 
 
 def score_rolling(
-    opened: Opened, texts: Iterable[str], stride: int | None, told: Told
+    opened: LoadedModel, texts: Iterable[str], stride: int | None, told: Told
 ) -> Evaluation:
     """Score each text alone. bits_per_byte: over the UTF-8 bytes of the texts.
 
@@ -164,7 +164,9 @@ def check_tasks(names: Sequence[str]) -> None:
     raise_any(problem for name in names if name.endswith(_FILE) for problem in _problems(name))
 
 
-def run_tasks(opened: Opened, names: Sequence[str], *, chat: bool) -> dict[str, dict[str, Any]]:
+def run_tasks(
+    opened: LoadedModel, names: Sequence[str], *, chat: bool
+) -> dict[str, dict[str, Any]]:
     """Return task → metric → value.
 
     names: lm-eval's names of tasks or groups, or YAML files with a task

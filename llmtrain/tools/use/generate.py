@@ -21,7 +21,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
 from llmtrain.rundir import contents
 from llmtrain.text import first_line
-from llmtrain.tools.use.load import Opened, open_model
+from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.target import KEY, Target, find_target
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _check_text(name: str, text: str) -> None:
         raise UserError(Problem(name, ascii(text[:_SHOWN]), expected)) from error
 
 
-def open_writer(model_or_run: str | Path, sampling: Sampling) -> Opened:
+def open_writer(model_or_run: str | Path, sampling: Sampling) -> LoadedModel:
     """Open a model to let it write, after the options have been checked. Raises UserError."""
     checks = (
         ("--max-new-tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
@@ -186,7 +186,7 @@ def open_writer(model_or_run: str | Path, sampling: Sampling) -> Opened:
     return open_model(find_target(str(model_or_run)), small=True)
 
 
-def text_ids(opened: Opened, text: str) -> list[int]:
+def text_ids(opened: LoadedModel, text: str) -> list[int]:
     """Return the ids of a text to be continued.
 
     A checkpoint of a run was trained on texts that follow a begin token or an end of text, so one
@@ -198,7 +198,7 @@ def text_ids(opened: Opened, text: str) -> list[int]:
     return ids
 
 
-def open_chat_prompts(opened: Opened) -> ChatIds:
+def open_chat_prompts(opened: LoadedModel) -> ChatIds:
     """Return what makes a conversation the ids up to where the answer begins.
 
     They are those of training, for a checkpoint of a run with conversations. Raises UserError for a
@@ -239,7 +239,7 @@ def _template_of(target: Target) -> Chat | None:
 
 
 def _write(
-    opened: Opened, prompt: str, ids: list[int], sampling: Sampling, turn: int, told: Told
+    opened: LoadedModel, prompt: str, ids: list[int], sampling: Sampling, turn: int, told: Told
 ) -> Generated:
     """Let the model write after these ids. turn: number of the answer in a conversation."""
     from transformers import TextStreamer
@@ -251,7 +251,7 @@ def _write(
     return as_generated(opened, prompt, new)
 
 
-def room_for(opened: Opened, ids: Sequence[int], sampling: Sampling, name: str) -> int:
+def room_for(opened: LoadedModel, ids: Sequence[int], sampling: Sampling, name: str) -> int:
     """Return how many tokens may follow these. Raises UserError, with `name`, if none may."""
     room = opened.positions - len(ids)
     if room < 1:
@@ -261,7 +261,7 @@ def room_for(opened: Opened, ids: Sequence[int], sampling: Sampling, name: str) 
 
 
 def complete(
-    opened: Opened,
+    opened: LoadedModel,
     rows: Sequence[Sequence[int]],
     limit: int,
     sampling: Sampling,
@@ -314,7 +314,7 @@ def _until_end(ids: list[int], ends: Collection[int]) -> list[int]:
     return ids[:stop]
 
 
-def as_generated(opened: Opened, prompt: str, new: Sequence[int]) -> Generated:
+def as_generated(opened: LoadedModel, prompt: str, new: Sequence[int]) -> Generated:
     """Return what was written. new: its ids"""
     text = opened.tokenizer.decode(new, skip_special_tokens=True)
     return Generated(prompt, text, len(new), bool(new) and new[-1] in _end_ids(opened))
@@ -327,7 +327,7 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
 
 
-def _end_ids(opened: Opened) -> list[int]:
+def _end_ids(opened: LoadedModel) -> list[int]:
     """Return the ids that end a text: of `generation_config.json`, else the tokenizer's."""
     named = opened.model.generation_config.eos_token_id
     if named is None:

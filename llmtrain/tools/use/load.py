@@ -70,7 +70,7 @@ Size = Annotated[int, Field(ge=1)]
 Row = Annotated[int, Field(ge=0)]
 
 
-class _Settings(BaseModel):
+class _AdapterSettings(BaseModel):
     """What an adapter's config may ask for, since its tensors are then all that the adapter is.
 
     These keys say where its layers are, of which kind and size, and facts for the person who trains
@@ -172,11 +172,11 @@ def _lora_config(directory: Path) -> Any:
     if (kind := settings.get("peft_type")) != "LORA":
         raise UserError(Problem(file, kind, "a LoRA adapter (peft_type LORA)"))
     try:
-        known = _Settings.model_validate(settings)
+        known = _AdapterSettings.model_validate(settings)
     except ValidationError as error:
         raise UserError(*_mistyped(file, error)) from error
     raise_any(_unsupported(file, settings))
-    given = known.model_dump(include=settings.keys() & _Settings.model_fields.keys() - _IDLE)
+    given = known.model_dump(include=settings.keys() & _AdapterSettings.model_fields.keys() - _IDLE)
     with _read_by_peft(file):
         config = LoraConfig(**{key: value for key, value in given.items() if value is not None})
     config.init_lora_weights = False  # the weights come from the file
@@ -216,7 +216,7 @@ def _unsupported(file: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
         )
         yield Problem(f"{file}: init_lora_weights", json.dumps(init)[:_LONGEST], expected, remedy)
     for key, value in settings.items():
-        if value and key not in _Settings.model_fields:
+        if value and key not in _AdapterSettings.model_fields:
             expected = "not set: llmtrain does not compute what it asks for"
             remedy = "use the adapter with peft, which has it, or merge it there"
             yield Problem(f"{file}: {key}", json.dumps(value)[:_LONGEST], expected, remedy)
@@ -259,7 +259,7 @@ _UNLIMITED = 1 << 60  # what a tokenizer without a limit states is far above
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LoadedModel:
     """A model in evaluation mode on its device, and its tokenizer, both of transformers."""
 
     target: Target
@@ -291,7 +291,7 @@ def open_model(
     seq_len: int | None = None,
     small: bool = False,
     seen: Seen | None = None,
-) -> Opened:
+) -> LoadedModel:
     """Load a model and its tokenizer.
 
     precision: bf16 = hold a model below adapters in bf16, as a run with that precision does
@@ -328,7 +328,7 @@ def open_model(
         hold_base(model, stored, trained=True)
     if seq_len is None:
         model.requires_grad_(False)
-    return Opened(target, model.eval().to(device), tokenizer, device)
+    return LoadedModel(target, model.eval().to(device), tokenizer, device)
 
 
 def _frozen(target: Target) -> tuple[str, ...]:

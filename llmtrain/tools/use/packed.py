@@ -34,7 +34,7 @@ from llmtrain.model.attention import (
 from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import FrozenChoices
-from llmtrain.tools.use.load import Opened
+from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import by_source, result, totals
 from llmtrain.training.start.planning import launch_kind
@@ -129,7 +129,7 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
     )
 
 
-def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
+def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation:
     """Score every held-out token of a run once.
 
     Raises UserError for a model that cannot hide documents from each other where the run does, or
@@ -154,7 +154,7 @@ def score(opened: Opened, measured: HeldOutOfRun, told: Told) -> Evaluation:
 
 
 def _score_rank(
-    opened: Opened,
+    opened: LoadedModel,
     module: LossModule,
     measured: HeldOutOfRun,
     rank: int,
@@ -200,7 +200,7 @@ def _score_rank(
     return scored
 
 
-def _loss(opened: Opened, run_dir: Path) -> LossModule:
+def _loss(opened: LoadedModel, run_dir: Path) -> LossModule:
     """Return the module that computes the loss as the run does."""
     kernel = FrozenChoices(run_dir, "").loss_kernel or "logits"
     found = "" if kernel == "logits" else examine(opened.model)
@@ -235,7 +235,7 @@ def _start_of(run_dir: Path, step: int | None) -> Mapping[str, Any]:
     return evaluated or last
 
 
-def _check_tokenizer(opened: Opened, measured: HeldOutOfRun) -> None:
+def _check_tokenizer(opened: LoadedModel, measured: HeldOutOfRun) -> None:
     """Raise UserError if the run's tokenizer gives other ids than the model's, or larger ones."""
     own = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
     ids = [one(list(PROBES), add_special_tokens=False).input_ids for one in (own, opened.tokenizer)]

@@ -41,7 +41,7 @@ from llmtrain.tools.use.generate import (
     room_for,
     text_ids,
 )
-from llmtrain.tools.use.load import Opened
+from llmtrain.tools.use.load import LoadedModel
 
 if TYPE_CHECKING:
     import torch
@@ -229,7 +229,7 @@ def _prompt(where: str, row: Mapping[str, Any], *, chat: bool) -> Prompt:
     return Prompt(where, row, messages=example.messages, tools=example.tools)
 
 
-def _encode(opened: Opened, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+def _encode(opened: LoadedModel, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
     """Yield the ids of each prompt. Raises UserError for what the chat template refuses."""
     chat_ids: ChatIds | None = None
     for prompt in prompts:
@@ -260,7 +260,7 @@ def batches(lengths: Sequence[int], limits: Sequence[int], kind: Kind) -> Iterat
     yield batch
 
 
-def find_kind(opened: Opened, rows: Sequence[Sequence[int]]) -> Kind:
+def find_kind(opened: LoadedModel, rows: Sequence[Sequence[int]]) -> Kind:
     """Return which rows may be in a batch, so that each gets the logits that it gets alone.
 
     rows: ids of all prompts
@@ -276,7 +276,7 @@ def find_kind(opened: Opened, rows: Sequence[Sequence[int]]) -> Kind:
     return "equal" if _are_as_alone(opened, [short, other]) else "alone"
 
 
-def _are_as_alone(opened: Opened, rows: Sequence[Sequence[int]]) -> bool:
+def _are_as_alone(opened: LoadedModel, rows: Sequence[Sequence[int]]) -> bool:
     """Whether rows get together the logits that each gets alone, but for rounding."""
     count = min(_TRIED_TOKENS, opened.positions - max(map(len, rows)))
     together = _logits(opened, rows, count)
@@ -288,7 +288,7 @@ def _are_as_alone(opened: Opened, rows: Sequence[Sequence[int]]) -> bool:
     )
 
 
-def _logits(opened: Opened, rows: Sequence[Sequence[int]], count: int) -> list[torch.Tensor]:
+def _logits(opened: LoadedModel, rows: Sequence[Sequence[int]], count: int) -> list[torch.Tensor]:
     """Return the logits of the first `count` new tokens of each row, (count, V) fp32."""
     import torch
     from transformers import GenerationConfig
@@ -308,7 +308,7 @@ def _logits(opened: Opened, rows: Sequence[Sequence[int]], count: int) -> list[t
     return list(torch.stack(found, 1).float())
 
 
-def _line(opened: Opened, prompt: Prompt, new: Sequence[int]) -> str:
+def _line(opened: LoadedModel, prompt: Prompt, new: Sequence[int]) -> str:
     found = as_generated(opened, "", new)
     added = dict(zip(_WRITTEN, (found.text, found.tokens, found.ended), strict=True))
     return json.dumps({**prompt.row, **added}, ensure_ascii=False) + "\n"

@@ -146,7 +146,7 @@ def _in_directory(given: str, path: Path) -> Target:
     return Target(given, directory, place.run_dir, _state(given, directory))
 
 
-def _best(given: str, place: look.Place) -> str:
+def _best(given: str, place: look.CheckpointPath) -> str:
     """Return the name of the checkpoint that `model.from` would begin with, too."""
     known = read_status(place.run_dir).get("run_id") if place.run_dir else None
     name = candidates.best(place.root, known)

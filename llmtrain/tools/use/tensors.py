@@ -35,7 +35,7 @@ class Stored:
     """
 
     directory: Path
-    places: Mapping[str, form.Place]
+    places: Mapping[str, form.TensorLocation]
 
     @classmethod
     def of(cls, directory: Path, *names: str) -> Stored:
@@ -70,7 +70,7 @@ class Stored:
             rows = min(step, shape[0] - first)
             yield self._read(place, place.offset + first * row_bytes, (rows, *shape[1:]))
 
-    def _read(self, place: form.Place, offset: int, shape: tuple[int, ...]) -> Tensor:
+    def _read(self, place: form.TensorLocation, offset: int, shape: tuple[int, ...]) -> Tensor:
         """Read some rows of a tensor. safetensors would read all of it for each range."""
         import torch
 
@@ -111,7 +111,7 @@ def specs(directory: Path, name: str) -> dict[str, TensorSpec]:
     return {key: place.tensor for key, place in _places(directory, name).items()}
 
 
-def _places(directory: Path, name: str) -> dict[str, form.Place]:
+def _places(directory: Path, name: str) -> dict[str, form.TensorLocation]:
     try:
         found = format.check_tensors(directory, name)
         with (directory / name).open("rb") as opened:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmtrain.agreement import attempt
+from llmtrain.agreement import captured
 from llmtrain.data.stream import Stream
 from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
@@ -60,7 +60,7 @@ class Feed:
         So from then on this rank returns padding, and its vector reports that its data failed.
         """
         if self.error is None:
-            outcome = attempt(lambda: next(self.stream))
+            outcome = captured(lambda: next(self.stream))
             if outcome.error is None:
                 return outcome.result()
             self.error = outcome.error  # all ranks vote on it in `end_without_data`

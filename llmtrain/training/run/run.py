@@ -20,15 +20,15 @@ from torch import nn
 
 from llmtrain.checkpoint.background import Writer
 from llmtrain.checkpoint.format import Extents
-from llmtrain.checkpoint.read import Found
-from llmtrain.checkpoint.write import Begun
+from llmtrain.checkpoint.read import ResumePoint
+from llmtrain.checkpoint.write import OpenSave
 from llmtrain.config.binding import Bound
 from llmtrain.config.schema import CheckpointConfig, Config
 from llmtrain.data.heldout import HeldOut
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.engines.engine import Engine
@@ -109,8 +109,8 @@ class DataSide:
     ended: whether no block is left to train on
     """
 
-    manifest: Manifest
-    encoder: Encoder
+    manifest: DataManifest
+    encoder: DocumentEncoder
     heldout: HeldOut | None
     stream: Stream
     state: DataState
@@ -163,7 +163,7 @@ class Flight:
 
     step: int
     reason: str
-    begun: Begun
+    begun: OpenSave
     cursors: bytes
     last: bool
     blocked: float
@@ -218,7 +218,7 @@ class Run:
     """
 
     config: Config
-    found: Found | None
+    found: ResumePoint | None
     first_step: int
     processes: Processes
     data: DataSide

@@ -17,7 +17,7 @@ from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.training.optimizer import learning_rate
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
-from llmtrain.training.start.claim import Place
+from llmtrain.training.start.claim import ClaimedRun
 from llmtrain.training.start.data import few_steps
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _born() -> float:
     return float(psutil.Process().create_time())
 
 
-def report_changes(run: Run, place: Place) -> None:
+def report_changes(run: Run, place: ClaimedRun) -> None:
     """Report what has changed since earlier starts, or may be unexpected."""
     event, first = run.journal.event, run.first_step
     processes, saved = run.processes, run.found.state if run.found else None

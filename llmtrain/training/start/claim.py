@@ -44,7 +44,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ClaimedRun:
     """The claimed run directory, and what it records about earlier starts; empty on ranks > 0.
 
     step: the last step that is known to be finished
@@ -67,7 +67,7 @@ class Place:
 
 
 @contextmanager
-def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Place]:
+def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[ClaimedRun]:
     """Make or reopen `run.dir`, take its lock, compare configs, record that the run is starting.
 
     For rank 0. Raises UserError if the directory cannot be written, has a file or directory of the
@@ -106,7 +106,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Pla
         steps = _last(record, "start", "steps", int)
         save, update = (_last(record, kind, "seconds", float) for kind in ("checkpoint", "train"))
         pace = (save, update) if save and update else None
-        yield Place(run_id, known.get("step", 0), newest, lock, started, ended, steps, pace)
+        yield ClaimedRun(run_id, known.get("step", 0), newest, lock, started, ended, steps, pace)
 
 
 def asked_resume(asked: str, environ: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data import heldout, survey
@@ -21,11 +21,11 @@ from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE
 from llmtrain.data.heldout import HeldOut
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
-from llmtrain.data.tokens.encode import Encoder, open_encoder
+from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
 from llmtrain.training.run.run import DataSide, Processes
@@ -41,7 +41,7 @@ _SMALL_BATCH = 4  # blocks: smaller ones are noisy, more epochs are better
 def open_data(
     config: Config,
     processes: Processes,
-    found: Found | None,
+    found: ResumePoint | None,
     stack: ExitStack,
     stop: Stopping,
 ) -> DataSide:
@@ -87,7 +87,9 @@ def open_data(
     return DataSide(manifest, encoder, held, stream, state, changed, ended)
 
 
-def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) -> DataState:
+def _at_step(
+    state: DataState, manifest: DataManifest, found: ResumePoint, blocks: int
+) -> DataState:
     """Return the state at the step of a checkpoint. blocks: number of blocks in a step."""
     state = replace(state, next_block=found.step * blocks)
     if tuple(found.state["weights"]) == manifest.weights:
@@ -96,7 +98,7 @@ def _at_step(state: DataState, manifest: Manifest, found: Found, blocks: int) ->
 
 
 def with_steps(
-    config: Config, processes: Processes, data: DataSide, found: Found | None, stop: Stopping
+    config: Config, processes: Processes, data: DataSide, found: ResumePoint | None, stop: Stopping
 ) -> Config:
     """Return the config with `training.epochs`, if set, converted to `training.steps`.
 
@@ -163,7 +165,7 @@ class FewSteps:
 def few_steps(
     training: TrainingConfig,
     counted: Mapping[str, Any],
-    manifest: Manifest,
+    manifest: DataManifest,
     processes: int = 1,
 ) -> FewSteps | None:
     """Return what is known of a run whose epochs are few steps; None for every other run.
@@ -189,7 +191,7 @@ def few_steps(
     return FewSteps(steps, round(tokens), epochs, " ".join(found))
 
 
-def _least_blocks(counted: Mapping[str, Any], manifest: Manifest) -> float:
+def _least_blocks(counted: Mapping[str, Any], manifest: DataManifest) -> float:
     """Return the least number of blocks of a pass, however many passes there are.
 
     Documents that share blocks may fill them better with each further pass, at most up to the last
@@ -202,7 +204,7 @@ def _least_blocks(counted: Mapping[str, Any], manifest: Manifest) -> float:
     return min(blocks, float(counted["tokens"]) / manifest.seq_len)
 
 
-def _refuse_shorter(config: Config, found: Found | None) -> None:
+def _refuse_shorter(config: Config, found: ResumePoint | None) -> None:
     steps = config.total_steps
     if found and found.step > steps:
         key = "training.steps" if config.training.epochs is None else "training.epochs"
@@ -211,7 +213,9 @@ def _refuse_shorter(config: Config, found: Found | None) -> None:
         raise UserError(Problem(key, value, expected))
 
 
-def _refuse_without_data(config: Config, counted: Mapping[str, Any], found: Found | None) -> None:
+def _refuse_without_data(
+    config: Config, counted: Mapping[str, Any], found: ResumePoint | None
+) -> None:
     """Raise UserError for a fresh run that would end before the first block with a document."""
     if config.training.epochs is None or found is not None or not counted.get("passes"):
         return
@@ -228,7 +232,7 @@ def _refuse_without_data(config: Config, counted: Mapping[str, Any], found: Foun
         raise UserError(Problem("training.epochs", value, expected, remedy))
 
 
-def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Encoder]:
+def _checked_data(config: Config, run_dir: Path) -> tuple[DataManifest, DocumentEncoder]:
     manifest = prepare.load_manifest(config, run_dir)
     encoder = open_encoder(run_dir / TOKENIZER, manifest)
     survey.check(manifest, data_settings(config), encoder)
@@ -236,7 +240,7 @@ def _checked_data(config: Config, run_dir: Path) -> tuple[Manifest, Encoder]:
     return manifest, encoder
 
 
-def _unwritable(prompts: Sequence[str], encoder: Encoder) -> Iterator[Problem]:
+def _unwritable(prompts: Sequence[str], encoder: DocumentEncoder) -> Iterator[Problem]:
     """Yield each prompt that cannot be the message of a user."""
     if encoder.chat is None or not encoder.chat.has_template:
         return
@@ -247,7 +251,7 @@ def _unwritable(prompts: Sequence[str], encoder: Encoder) -> Iterator[Problem]:
             yield Problem("evaluation.prompts", prompt, f"messages of a user; {error}")
 
 
-def _warn_of_lanes_that_end_apart(manifest: Manifest) -> None:
+def _warn_of_lanes_that_end_apart(manifest: DataManifest) -> None:
     """Warn if `max_epochs` ends lanes at very different steps: the last steps are padding then."""
     for source in manifest.sources:
         count, lanes = len(source.units), manifest.lanes
@@ -271,7 +275,7 @@ def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None
 
 
 def _open_heldout(
-    config: Config, manifest: Manifest, encoder: Encoder, ranks: Ranks, reading: Reading
+    config: Config, manifest: DataManifest, encoder: DocumentEncoder, ranks: Ranks, reading: Reading
 ) -> HeldOut | None:
     """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
     path = config.run_dir / HELDOUT
@@ -290,7 +294,7 @@ def _open_heldout(
 
 
 def _prepare_heldout(
-    config: Config, manifest: Manifest, encoder: Encoder, path: Path, reading: Reading
+    config: Config, manifest: DataManifest, encoder: DocumentEncoder, path: Path, reading: Reading
 ) -> None:
     from safetensors import SafetensorError
 

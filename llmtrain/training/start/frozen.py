@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from llmtrain.agreement import agreed, from_rank_zero
 from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import way_out
 from llmtrain.config.schema import (
     AdapterConfig,
@@ -303,7 +303,7 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     return token_ids(named, asked, added=added)
 
 
-def check_base(config: Config, base: Base | None, found: Found) -> None:
+def check_base(config: Config, base: Base | None, found: ResumePoint) -> None:
     """Refuse a base other than that on which a checkpoint's adapter was trained.
 
     In a run without adapters, refuse a checkpoint of adapters.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from llmtrain.checkpoint.files import Patience
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
@@ -39,7 +39,7 @@ from llmtrain.training.run.run import DataSide, ModelSide, Processes, Run
 from llmtrain.training.saving import open_saves, reserve
 from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, ready, report_changes
-from llmtrain.training.start.claim import Place, claim
+from llmtrain.training.start.claim import ClaimedRun, claim
 from llmtrain.training.start.data import open_data, with_steps
 from llmtrain.training.start.planning import work
 from llmtrain.training.start.processes import start_processes
@@ -105,7 +105,7 @@ def start_run(config: Config) -> Iterator[Run]:
 class Here:
     """What a rank opens before it communicates with other ranks."""
 
-    place: Place
+    place: ClaimedRun
     signals: stop.Signals
     logfile: LogFile
     journal: Journal
@@ -117,7 +117,7 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     rank = int(os.environ.get("RANK", "0"))  # from the environment, as there is no group yet
     signals = stop.install()
     logfile = stack.enter_context(closing(LogFile()))
-    place, run_dir = Place(), config.run_dir
+    place, run_dir = ClaimedRun(), config.run_dir
     if rank == 0:
         asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
         strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
@@ -147,7 +147,7 @@ def _assemble(
     config: Config,
     here: Here,
     processes: Processes,
-    found: Found | None,
+    found: ResumePoint | None,
     data: DataSide,
     model: ModelSide,
 ) -> Run:

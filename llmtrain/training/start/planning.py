@@ -45,7 +45,7 @@ from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.cross_entropy import chunk_of
-from llmtrain.model.shape import census
+from llmtrain.model.shape import describe_parameters
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import FrozenChoices, read_status
@@ -101,7 +101,7 @@ def describe(
         return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
 
     updates = partial(algorithms, config.optimizer)
-    return PaperModel(found, census(found, *asked, updates=updates), count)
+    return PaperModel(found, describe_parameters(found, *asked, updates=updates), count)
 
 
 def _adapter(
@@ -124,7 +124,7 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
     number = getattr(described, "num_hidden_layers", 0)
     if number <= _MANY_BLOCKS:
         return
-    one = census(shorten(model_config, number, 1))
+    one = describe_parameters(shorten(model_config, number, 1))
     block = sum(math.prod(each.shape) for each in one.parameters if each.block == 0)
     needed = number * block * _BYTES_OF_FP32
     host = hardware.nodes * (hardware.host_bytes or 0)

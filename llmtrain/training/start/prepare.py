@@ -28,7 +28,7 @@ from llmtrain.data.audit.first_rows import (
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.survey import (
@@ -40,7 +40,7 @@ from llmtrain.data.survey import (
     training_texts,
     values_now,
 )
-from llmtrain.data.tokens.encode import Encoded, Encoder, chat_facts, settings_of
+from llmtrain.data.tokens.encode import DocumentEncoder, Encoded, chat_facts, settings_of
 from llmtrain.data.tokens.tokenizer import (
     Tokenizer,
     choose_tokenizer,
@@ -132,7 +132,7 @@ def write_data(
         if end.get("header"):
             said = "the template puts %r before an answer: it is trained like the answer"
             _log.info(said, end["header"])
-        encoder = Encoder(tokenizer, chat)
+        encoder = DocumentEncoder(tokenizer, chat)
         rows = check_first_rows(found, encoder)
         # Name what the rows of conversations have and nobody reads, once for a run.
         reader = Reader(found.reading)
@@ -222,7 +222,7 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
     return sorted(set(keys)) if all(is_accepted(key, settings.accepted) for key in keys) else []
 
 
-def load_manifest(config: Config, run_dir: Path) -> Manifest:
+def load_manifest(config: Config, run_dir: Path) -> DataManifest:
     """Load the manifest that rank 0 wrote, with the paths of the sources from this config."""
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 

@@ -30,7 +30,7 @@ from llmtrain.rundir.contents import check_shared
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import decide_threads
 from llmtrain.training.run.run import Planned, Processes
-from llmtrain.training.start.claim import Place, check_start
+from llmtrain.training.start.claim import ClaimedRun, check_start
 from llmtrain.training.start.frozen import (
     Kernels,
     check_kernels,
@@ -51,7 +51,7 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "
 def start_processes(
     config: Config,
     bound: Bound,
-    place: Place,
+    place: ClaimedRun,
     alone: AbstractContextManager[None],
     stack: ExitStack,
 ) -> Processes:

@@ -1,6 +1,6 @@
 """Resuming: find the checkpoint, check that it belongs to this run, load its state.
 
-    candidates.clean_up → read.find → (the model is built) → read.fill → random states
+    candidates.clean_up → read.find → (the model is built) → read.load_tensors → random states
 
 The trap: only in a new run is it correct to find no checkpoint. If the record names one and none is
 left, the start is refused, since it would silently train the same steps again.
@@ -18,14 +18,14 @@ from llmtrain.agreement import agreed, on_rank_zero
 from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.files import Patience
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.training.run.journal import Journal
 from llmtrain.training.run.run import ModelSide, Processes
-from llmtrain.training.start.claim import Place, asked_resume
+from llmtrain.training.start.claim import ClaimedRun, asked_resume
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(
     config: Config,
     processes: Processes,
-    place: Place,
+    place: ClaimedRun,
     journal: Journal,
     patience: Patience,
-) -> Found | None:
+) -> ResumePoint | None:
     """Return the checkpoint to resume from, the same on all ranks; None in a new run.
 
     Reports checkpoints that it quarantines or removes as events. Raises UserError if a person must
@@ -75,7 +75,9 @@ def find_checkpoint(
     return found
 
 
-def load_state(processes: Processes, model: ModelSide, found: Found, patience: Patience) -> None:
+def load_state(
+    processes: Processes, model: ModelSide, found: ResumePoint, patience: Patience
+) -> None:
     """Load the weights and the optimizer state of the checkpoint.
 
     Raises UserError if the checkpoint's tensors are
@@ -84,7 +86,7 @@ def load_state(processes: Processes, model: ModelSide, found: Found, patience: P
     system.beat("loading the checkpoint")
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
-    read.fill(found, model.spec, pieces, processes.launched.ranks, patience=patience)
+    read.load_tensors(found, model.spec, pieces, processes.launched.ranks, patience=patience)
     engine.finish_loading(found.state["optimizer_steps"])
 
 
@@ -94,7 +96,9 @@ def _clear_away(root: Path, journal: Journal) -> None:
         journal.event("leftovers_removed", 0, names=gone)
 
 
-def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Place) -> None:
+def _refuse_other(
+    found: ResumePoint | None, config: Config, bound: Bound, place: ClaimedRun
+) -> None:
     """Refuse a checkpoint of another config, and none where the record of the run names one.
 
     The former even if config.yaml was lost or changed.
@@ -109,7 +113,9 @@ def _refuse_other(found: Found | None, config: Config, bound: Bound, place: Plac
         raise UserError(Problem(str(root), "no checkpoint", expected, remedy))
 
 
-def _report_missing(found: Found | None, place: Place, journal: Journal, resume: str) -> None:
+def _report_missing(
+    found: ResumePoint | None, place: ClaimedRun, journal: Journal, resume: str
+) -> None:
     """Report if a run begins again, or resumes from an older checkpoint than its record names."""
     if found is None and place.begun:
         journal.event("begun_again", 0, reason="no checkpoint was committed before")

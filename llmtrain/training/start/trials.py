@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from llmtrain import system
 from llmtrain.agreement import agreed
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import Problem, UserError
@@ -77,7 +77,7 @@ _ONE = np.array([0])  # the starts of a row that is one document
 def hiding_attention(
     model: PreTrainedModel,
     prepared: nn.Module,
-    manifest: Manifest,
+    manifest: DataManifest,
     precision: str,
     launched: Launched,
 ) -> str | None:

@@ -22,9 +22,9 @@ from torch import nn
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.files import check_room
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config, TrainingConfig
-from llmtrain.data.manifest import Manifest
+from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines import fsdp
 from llmtrain.distributed.engines import state as tensors
 from llmtrain.distributed.launch.environment import family
@@ -79,7 +79,7 @@ class Built:
 
 
 def build_model(
-    config: Config, processes: Processes, data: Manifest, found: Found | None
+    config: Config, processes: Processes, data: DataManifest, found: ResumePoint | None
 ) -> ModelSide:
     """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
 
@@ -129,7 +129,7 @@ def end_turns(model: PreTrainedModel, tokens: Sequence[int]) -> None:
         config.eos_token_id = [*ends, *(token for token in tokens if token not in ends)]
 
 
-def _keep_generation(built: Built, found: Found | None) -> None:
+def _keep_generation(built: Built, found: ResumePoint | None) -> None:
     """Give the model the generation config of what the run began with, which rank 0 saves.
 
     A model that is made from its config alone has none of its end tokens.
@@ -144,7 +144,7 @@ def _keep_generation(built: Built, found: Found | None) -> None:
         built.bare.generation_config = built.whole.generation_config
 
 
-def _build(config: Config, processes: Processes, found: Found | None) -> Built:
+def _build(config: Config, processes: Processes, found: ResumePoint | None) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
     A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
@@ -212,7 +212,7 @@ def _prepare(
     return launched.engine.prepare(module, model.bare, optimizer)
 
 
-def _describe(config: Config, base: Base | None, found: Found | None) -> Any:
+def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> Any:
     """Return the transformers config of the model."""
     if found and base and config.adapter.kind == "none":
         return build.stored_config(found.path)

@@ -83,8 +83,8 @@ def test_a_rank_without_pieces_is_ready_at_once(tmp_path):
 
     (_, first), (state, second) = on_ranks(2, work)
     assert state == "ready"
-    assert isinstance(first, write.Committed)
-    assert isinstance(second, write.Committed)
+    assert isinstance(first, write.SavedCheckpoint)
+    assert isinstance(second, write.SavedCheckpoint)
     assert read.verify(tmp_path / first.name) == []
 
 
@@ -102,7 +102,7 @@ def test_what_fails_beside_the_training_is_a_failed_vote_and_the_next_save_works
     assert list(tmp_path.iterdir()) == []
     assert writer.state == "idle"
     inject("")
-    assert isinstance(saved(writer, tmp_path, 8, tensors(SPEC, 8)), write.Committed)
+    assert isinstance(saved(writer, tmp_path, 8, tensors(SPEC, 8)), write.SavedCheckpoint)
 
 
 @pytest.mark.parametrize("at_once", [frozenset(), frozenset({"a"})])
@@ -201,7 +201,7 @@ def test_memory_that_cannot_be_reserved_is_asked_for_again_by_the_save(tmp_path,
     writer.reserve(5)
     assert isinstance(writer._reserved.exception(), IndexError)
     monkeypatch.setattr(background, "_host_memory", usual)
-    assert isinstance(saved(writer, tmp_path, 4, tensors(SPEC, 4)), write.Committed)
+    assert isinstance(saved(writer, tmp_path, 4, tensors(SPEC, 4)), write.SavedCheckpoint)
 
 
 def test_a_save_waits_for_memory_that_is_still_being_reserved(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ def test_the_files_are_those_of_a_save_by_all_ranks(tmp_path_factory, case, room
             len(ranks),
             lambda own: save(root / "one", 1, spec, ranks[own.rank], ranks=own, collected=True),
         )
-    assert {type(outcome) for outcome in saved} == {write.Committed}
+    assert {type(outcome) for outcome in saved} == {write.SavedCheckpoint}
     one, expected = root / "one" / "step-00000001", root / "whole" / "step-00000001"
     assert tensor_files(one) == tensor_files(expected)
     assert read.verify(one) == []

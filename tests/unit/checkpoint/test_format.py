@@ -9,10 +9,16 @@ from safetensors.torch import load, save
 from xxhash import xxh3_128_hexdigest
 
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.format import DamagedError, Entry, Extent, Manifest, OtherFormatError
+from llmtrain.checkpoint.format import (
+    CheckpointManifest,
+    DamagedError,
+    Entry,
+    Extent,
+    OtherFormatError,
+)
 from llmtrain.types import TensorSpec
 
-MANIFEST = Manifest("run", 300, {"a/b.json": Entry(5, form.extents_of(b"12345"))})
+MANIFEST = CheckpointManifest("run", 300, {"a/b.json": Entry(5, form.extents_of(b"12345"))})
 
 
 def test_a_step_stands_in_eight_digits_and_is_read_back():

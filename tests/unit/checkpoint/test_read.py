@@ -56,7 +56,7 @@ DAMAGES = {
 class Search:
     """What `find` gave, and the events that it told: (event, checkpoint, reason)."""
 
-    found: read.Found | None
+    found: read.ResumePoint | None
     events: list[tuple[str, str, str]]
 
     @property
@@ -265,7 +265,7 @@ def test_our_own_mistake_is_no_damage(root, monkeypatch):
 
 def test_what_was_written_is_read_back_bit_for_bit(root):
     into = tensors(SPEC, seed=77)
-    read.fill(found(root).found, SPEC, whole(SPEC, into), Alone())
+    read.load_tensors(found(root).found, SPEC, whole(SPEC, into), Alone())
     assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 
 
@@ -280,7 +280,7 @@ def test_ranges_are_read_into_the_pieces_of_each_rank(root):
             for start in range(0, value.numel(), 2)
             if start // 2 % 2 == ranks.rank
         )
-        read.fill(search.found, SPEC, pieces, ranks)
+        read.load_tensors(search.found, SPEC, pieces, ranks)
 
     on_ranks(2, fill)
     assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
@@ -289,14 +289,14 @@ def test_ranges_are_read_into_the_pieces_of_each_rank(root):
 def test_tensors_may_be_cut_into_files_otherwise(root):
     one = {"all": {**SPEC[MODEL], **SPEC["optimizer-00001-of-00001.safetensors"]}}
     into = tensors(one, seed=77)
-    read.fill(found(root).found, one, whole(one, into), Alone())
+    read.load_tensors(found(root).found, one, whole(one, into), Alone())
     assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 
 
 def test_blocks_of_a_large_tensor_follow_each_other(root, monkeypatch):
     monkeypatch.setattr(read, "READ_BYTES", 8)
     into = tensors(SPEC, seed=77)
-    read.fill(found(root).found, SPEC, whole(SPEC, into), Alone())
+    read.load_tensors(found(root).found, SPEC, whole(SPEC, into), Alone())
     assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 
 
@@ -307,7 +307,7 @@ def test_another_model_is_refused_with_the_first_five_tensors(root):
     values = {name: value.clone() for name, value in tensors(spec).items()}
 
     def fill(ranks):
-        read.fill(search.found, spec, whole(spec, values), ranks)
+        read.load_tensors(search.found, spec, whole(spec, values), ranks)
 
     search = found(root)
     with pytest.raises(UserError) as caught:
@@ -334,7 +334,7 @@ def optimizer_state(root, states):
     save(root, 12, {MODEL: weight, "optimizer-00001-of-00001.safetensors": other})
     spec = {MODEL: weight, "optimizer-00001-of-00001.safetensors": adamw}
     with pytest.raises(UserError) as caught:
-        read.fill(found(root).found, spec, whole(spec, tensors(spec)), Alone())
+        read.load_tensors(found(root).found, spec, whole(spec, tensors(spec)), Alone())
     return {problem.key: (problem.value, problem.expected) for problem in caught.value.problems}
 
 
@@ -354,7 +354,7 @@ def test_state_of_another_shape_than_its_parameter_is_refused(root):
 def test_adapters_are_no_checkpoint_of_a_whole_model(root):
     save(root, 12, {"adapter_model.safetensors": SPEC[MODEL]})
     with pytest.raises(UserError) as caught:
-        read.fill(found(root).found, SPEC, whole(SPEC, tensors(SPEC)), Alone())
+        read.load_tensors(found(root).found, SPEC, whole(SPEC, tensors(SPEC)), Alone())
     (problem,) = caught.value.problems
     assert problem.key.endswith("step-00000012")
     assert problem.value == "LoRA adapters (adapter_model.safetensors)"
@@ -365,14 +365,14 @@ def test_adapters_are_read_by_a_run_of_adapters(root):
     spec = {"adapter_model.safetensors": SPEC[MODEL]}
     save(root, 12, spec)
     values = {name: torch.zeros_like(one) for name, one in tensors(spec).items()}
-    read.fill(found(root).found, spec, whole(spec, values), Alone())
+    read.load_tensors(found(root).found, spec, whole(spec, values), Alone())
     assert all(torch.equal(values[name], one) for name, one in tensors(spec, 12).items())
 
 
 def test_a_tensor_that_the_model_does_not_have_is_refused(root):
     spec = {MODEL: SPEC[MODEL]}
     with pytest.raises(UserError, match=r"a\.weight\.exp_avg") as caught:
-        read.fill(found(root).found, spec, whole(spec, tensors(spec)), Alone())
+        read.load_tensors(found(root).found, spec, whole(spec, tensors(spec)), Alone())
     assert "absent" in str(caught.value)
 
 
@@ -383,7 +383,7 @@ def test_a_disk_that_does_not_answer_while_filling_ends_all_ranks(root, monkeypa
     with pytest.raises(RunError, match="Input/output error") as caught:
         on_ranks(
             2,
-            lambda ranks: read.fill(
+            lambda ranks: read.load_tensors(
                 search.found, SPEC, whole(SPEC, into), ranks, patience=Patience(wait=lambda _: None)
             ),
         )
@@ -438,7 +438,7 @@ transformers.LlamaForCausalLM(config).save_pretrained(base)
 opened = []
 sys.addaudithook(lambda event, _: opened.append(event) if event.startswith("pickle.") else None)
 into = tensors(SPEC, seed=77)
-read.fill(read.find(root, None, Alone()), SPEC, whole(SPEC, into), Alone())
+read.load_tensors(read.find(root, None, Alone()), SPEC, whole(SPEC, into), Alone())
 assert all(torch.equal(into[name], value) for name, value in tensors(SPEC, 8).items())
 asked = ModelConfig.model_validate({"from": str(base)})
 found = Base(str(base), None, None)

@@ -83,7 +83,7 @@ def test_the_bytes_do_not_depend_on_how_tensors_are_split(tmp_path_factory, case
     saved = on_ranks(
         len(ranks), lambda own: save(root / "split", 1, spec, ranks[own.rank], ranks=own)
     )
-    assert {type(outcome) for outcome in saved} == {write.Committed}
+    assert {type(outcome) for outcome in saved} == {write.SavedCheckpoint}
     assert files(root / "split/step-00000001") == files(root / "whole/step-00000001")
     assert read.verify(root / "split" / "step-00000001") == []
 
@@ -152,7 +152,7 @@ def test_what_fails_on_one_rank_fails_the_save_on_all(tmp_path, caplog):
 def test_a_range_that_nobody_wrote_fails_the_save(tmp_path):
     pieces = [piece for piece in whole(SPEC, tensors(SPEC)) if piece.name != "a.bias"]
     outcome = save(tmp_path, 4, pieces=pieces)
-    assert isinstance(outcome, write.Failed)
+    assert isinstance(outcome, write.FailedSave)
     assert "model.safetensors" in str(outcome.failures[0])
     assert list(tmp_path.iterdir()) == []
 
@@ -199,9 +199,9 @@ def test_without_fallocate_files_still_get_their_size(tmp_path, monkeypatch):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
-    assert isinstance(save(tmp_path / "a", 4), write.Committed)
+    assert isinstance(save(tmp_path / "a", 4), write.SavedCheckpoint)
     monkeypatch.delattr(os, "posix_fallocate")
-    assert isinstance(save(tmp_path / "b", 4), write.Committed)
+    assert isinstance(save(tmp_path / "b", 4), write.SavedCheckpoint)
 
 
 def test_all_is_durable_before_it_has_its_name_and_the_name_before_the_answer(
@@ -268,7 +268,7 @@ def test_a_disk_that_fails_at_any_call_leaves_the_old_checkpoint_and_no_partial(
         call = made[nth]  # fsyncs go on beside other calls, so their order differs
         names = sorted(path.name for path in root.iterdir())
         both = ["step-00000002", "step-00000004"]
-        if isinstance(outcome, write.Committed):  # mkdir of what exists may fail
+        if isinstance(outcome, write.SavedCheckpoint):  # mkdir of what exists may fail
             assert (call, names) == ("mkdir", both)
             continue
         assert outcome.failures[0].errno == errno.ENOSPC, (nth, call)
@@ -276,7 +276,7 @@ def test_a_disk_that_fails_at_any_call_leaves_the_old_checkpoint_and_no_partial(
         late = nth > len(calls) - 1 - calls[::-1].index("rename")
         assert names == (both if late else both[:1]), (nth, call)
         assert all(read.verify(root / name) == [] for name in names)
-        assert isinstance(save(root, 6), write.Committed)
+        assert isinstance(save(root, 6), write.SavedCheckpoint)
 
 
 def test_a_kill_at_any_call_leaves_a_valid_newest_checkpoint(tmp_path):
@@ -288,7 +288,7 @@ def test_a_kill_at_any_call_leaves_a_valid_newest_checkpoint(tmp_path):
         found = read.find(root, RUN, Alone())
         assert not list(root.glob("*.damaged*")), (nth, call)
         assert found.step in (2, 4), (nth, call)
-        assert isinstance(save(root, 6), write.Committed), (nth, call)
+        assert isinstance(save(root, 6), write.SavedCheckpoint), (nth, call)
         assert not list(root.glob("*.partial"))
 
 
@@ -354,7 +354,7 @@ def test_an_error_at_any_point_is_a_failed_vote(tmp_path, inject, caplog, point)
     names = sorted(path.name for path in tmp_path.iterdir())
     late = point == "save.parentsync"  # it has its name: it is complete
     assert names == ["step-00000002", *(["step-00000004"] if late else [])]
-    assert isinstance(save(tmp_path, 6), write.Committed)
+    assert isinstance(save(tmp_path, 6), write.SavedCheckpoint)
 
 
 def test_a_defect_behind_the_commit_is_raised(tmp_path, inject):
@@ -411,7 +411,7 @@ def test_a_file_that_this_machine_does_not_see_yet_is_waited_for(tmp_path, monke
     monkeypatch.setattr(disk.time, "monotonic", lambda: next(clock))
     extents = write.write_pieces(begun, whole(SPEC, tensors(SPEC)))
     assert len(slept) == 3
-    assert isinstance(write.commit(begun, extents, None, Alone()), write.Committed)
+    assert isinstance(write.commit(begun, extents, None, Alone()), write.SavedCheckpoint)
 
 
 def test_a_file_that_stays_away_for_thirty_seconds_is_an_error(tmp_path, monkeypatch):

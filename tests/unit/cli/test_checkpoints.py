@@ -9,7 +9,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.cli.main import main
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints import rehearse as tool
-from llmtrain.tools.checkpoints.rehearse import Compared, Launched, Rehearsal
+from llmtrain.tools.checkpoints.rehearse import Compared, Rehearsal, RehearsedLaunch
 
 MODEL = "model.safetensors"
 
@@ -167,8 +167,8 @@ def test_pruning_a_live_run_is_refused(run, shown):
 
 def outcome(folder=None, differences=(), **changes):
     values = {
-        "straight": Launched("ddp", 2, 1, None),
-        "resumed": Launched("ddp", 2, 1, "step-00000004"),
+        "straight": RehearsedLaunch("ddp", 2, 1, None),
+        "resumed": RehearsedLaunch("ddp", 2, 1, "step-00000004"),
         "steps": 8,
         "losses": 8,
         "largest_difference": 0.0,

@@ -10,7 +10,7 @@ from llmtrain.cli.main import main
 from llmtrain.cli.options import show
 from llmtrain.text import columns, fit, harmless, wrap
 from llmtrain.tools.data.inspect import Bucket, Inspection, Shown, SourceFacts
-from llmtrain.tools.data.which import Found, StepDocuments
+from llmtrain.tools.data.which import DocumentSpan, StepDocuments
 
 HOSTILE = "bell\x07, colour\x1b[31m, back\x08, up\x9bA, right-to-left\u202e, half\ud800, nul\0"
 TEXT = "The river flows past the hills.\n\nRain falls. "
@@ -111,7 +111,7 @@ def found(**changes):
         "at": 17,
         "text": None,
     }
-    return Found(**values | changes)
+    return DocumentSpan(**values | changes)
 
 
 def test_the_documents_of_a_step_read_like_this():

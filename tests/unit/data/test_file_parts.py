@@ -12,14 +12,14 @@ from helpers import corpus
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.units import Units
-from llmtrain.data.file_parts import Part, cut, missing_column
+from llmtrain.data.file_parts import FilePart, cut, missing_column
 from llmtrain.data.manifest import Unit
 from llmtrain.data.survey import survey
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 
 
 def groups(*rows, nbytes=1000):
-    return [Part(Unit(0, g, 0, count), nbytes) for g, count in enumerate(rows)]
+    return [FilePart(Unit(0, g, 0, count), nbytes) for g, count in enumerate(rows)]
 
 
 def message(*sources, **data):
@@ -53,7 +53,7 @@ def test_a_large_group_is_cut_into_slices_of_16_mib():
 
 
 def test_ranges_and_whole_files_are_never_sliced():
-    parts = [Part(Unit(0, -1, 0, 1 << 30), 1 << 30)]
+    parts = [FilePart(Unit(0, -1, 0, 1 << 30), 1 << 30)]
     assert list(cut(parts, 48)) == [parts[0].unit]
 
 

@@ -12,7 +12,7 @@ from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.heldout import HeldOut, load, prepare
 from llmtrain.data.survey import evaluation_sources, freeze, survey
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
@@ -84,7 +84,7 @@ def prepared(place, tmp_path, *, limit=10_000, heldout=0.05, tokenizer=None, **d
     sources = (place / "a.parquet", place / "b.parquet")
     manifest = corpus.manifest_of(place / "tokenizer", *sources, heldout=heldout, **data)
     tokenizer = tokenizer or open_tokenizer(place / "tokenizer")
-    prepare(manifest, Encoder(tokenizer), tmp_path / "eval.safetensors", limit, Reading(60))
+    prepare(manifest, DocumentEncoder(tokenizer), tmp_path / "eval.safetensors", limit, Reading(60))
     return manifest, tokenizer, load(tmp_path / "eval.safetensors")
 
 
@@ -210,7 +210,14 @@ def own(config, place, tmp_path, reading=None):
     manifest = freeze(survey(data_settings(config), 1), tokenizer)
     sources = evaluation_sources(data_settings(config), reading)
     path = tmp_path / "eval.safetensors"
-    prepare(manifest, Encoder(tokenizer), path, config.evaluation.max_documents, reading, sources)
+    prepare(
+        manifest,
+        DocumentEncoder(tokenizer),
+        path,
+        config.evaluation.max_documents,
+        reading,
+        sources,
+    )
     return load(path)
 
 
@@ -241,7 +248,7 @@ def test_evaluation_reads_no_more_units_than_it_needs(place, tmp_path, monkeypat
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = freeze(survey(data_settings(config), 1), tokenizer)
     monkeypatch.setattr(Reader, "rows", counting)
-    prepare(manifest, Encoder(tokenizer), tmp_path / "e", 30, Reading(60), sources)
+    prepare(manifest, DocumentEncoder(tokenizer), tmp_path / "e", 30, Reading(60), sources)
     # 15 documents of each: one unit of 40, and three of 5.
     assert sorted(read) == ["evaluation/a.parquet"] + ["evaluation/b.parquet"] * 3
 

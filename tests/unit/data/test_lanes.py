@@ -8,7 +8,7 @@ from helpers import corpus
 
 from llmtrain.data.documents.reader import Reader, Reading, units_of
 from llmtrain.data.lanes import START, Lane, Lanes, default_lanes
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 
@@ -21,7 +21,7 @@ def test_what_was_met_is_counted_with_one_document_alone(tmp_path):
     tokenizer_dir = corpus.write_tokenizer(tmp_path / "tokenizer")
     source = {"path": str(path), "max_epochs": 1}
     manifest = corpus.manifest_of(tokenizer_dir, source, lanes=1, seq_len=64)
-    parts = (manifest, Encoder(open_tokenizer(tokenizer_dir)), Reader(Reading(60)))
+    parts = (manifest, DocumentEncoder(open_tokenizer(tokenizer_dir)), Reader(Reading(60)))
     documents = list(Lane(*parts, 0, 0, [START]).walk(0, START, again=False))
     assert len(documents) == 37 + 1
     assert sum(document.counts["dropped"] for document in documents) == 3
@@ -46,7 +46,7 @@ def test_everything_is_counted_once_wherever_the_lanes_are_opened_again(tmp_path
     ]
     data = {"lanes": 2, "heldout": 0.2, "packing": packing, "on_bad_unit": "skip"}
     manifest = corpus.manifest_of(tokenizer, *sources, **data)
-    encoder = Encoder(open_tokenizer(tokenizer))
+    encoder = DocumentEncoder(open_tokenizer(tokenizer))
 
     def lanes(cursors, g):
         reader = Reader(Reading(60, run_dir=tmp_path, skip_bad_units=True))
@@ -97,7 +97,7 @@ def test_the_next_unit_is_expected_in_the_next_epoch_too_but_not_behind_the_last
     manifest = corpus.manifest_of(tokenizer, source, lanes=1, seq_len=64)
     manifest = replace(manifest, sources=(replace(manifest.sources[0], remote=True),))
     reader = Noting()
-    lane = Lane(manifest, Encoder(open_tokenizer(tokenizer)), reader, 0, 0, [START])
+    lane = Lane(manifest, DocumentEncoder(open_tokenizer(tokenizer)), reader, 0, 0, [START])
     documents = list(lane.walk(0, START, again=False))[:-1]
     read = list(dict.fromkeys((one.epoch, one.unit) for one in documents))
     assert len(read) == 8

@@ -21,7 +21,7 @@ from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState, contribution, merge_cursors
 from llmtrain.data.tokens import encode
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
 from llmtrain.types import Cursor
@@ -202,7 +202,12 @@ def test_each_document_is_trained_on_once_an_epoch_and_no_held_out_one_ever(froz
     names, targets, left_over = Counter(), Counter(), Counter()
     for index in range(made.lanes):
         lane = Lane(
-            made, Encoder(tokenizer), reader, index, index, [Cursor(0, 0, 0, 0)] * len(made.sources)
+            made,
+            DocumentEncoder(tokenizer),
+            reader,
+            index,
+            index,
+            [Cursor(0, 0, 0, 0)] * len(made.sources),
         )
         placed = places(made, tokenizer, index)
         while True:

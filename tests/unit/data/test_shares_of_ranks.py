@@ -14,7 +14,7 @@ from llmtrain.data.lanes import Lane
 from llmtrain.data.packing import START
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Blocks, Stream
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.data.workers import Asked
 
@@ -125,7 +125,7 @@ def test_one_document_on_four_ranks_is_not_repeated_within_an_epoch(place, token
     trained = sum(label != -100 for row in run.rows for label in row.labels)
     reader, spans = Reader(Reading(60)), []
     for index in range(manifest.lanes):
-        lane = Lane(manifest, Encoder(tokenizer), reader, index, index, [START])
+        lane = Lane(manifest, DocumentEncoder(tokenizer), reader, index, index, [START])
         taken = (lane.take() for _ in range(40))
         spans += [(s.epoch, index, s.start, s.stop) for b in taken for s in b.spans]
     # Each epoch of the document lies in one lane, and each of its tokens there once.

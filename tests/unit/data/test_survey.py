@@ -13,7 +13,7 @@ from helpers.reference_stream import is_heldout, unit_rows
 from llmtrain.config.binding import data_settings
 from llmtrain.data.manifest import load
 from llmtrain.data.survey import check, differing_tokenizer, freeze, survey, training_texts
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
@@ -175,7 +175,7 @@ def test_a_manifest_comes_back_from_its_file_as_it_was(place, tokenizer):
     again = load(place / "manifest.json", config.data.sources)
     assert again == manifest
     assert again.fingerprint == manifest.fingerprint
-    check(again, data_settings(config), Encoder(tokenizer))
+    check(again, data_settings(config), DocumentEncoder(tokenizer))
 
 
 def test_the_same_data_under_another_path_is_the_same_data(place, tokenizer):
@@ -186,7 +186,7 @@ def test_the_same_data_under_another_path_is_the_same_data(place, tokenizer):
     shutil.rmtree(place / "a")
     moved = corpus.config(place / "moved")
     again = load(place / "manifest.json", moved.data.sources)
-    check(again, data_settings(moved), Encoder(tokenizer))
+    check(again, data_settings(moved), DocumentEncoder(tokenizer))
     assert again.sources[0].root == str(place / "moved")
     assert again.fingerprint == freeze(survey(data_settings(moved), 1), tokenizer).fingerprint
 
@@ -199,7 +199,7 @@ def test_files_that_changed_since_the_run_began_are_named(place, tokenizer):
     corpus.write_parquet(place / "a" / "2.parquet", corpus.articles(20, 1095), group=3)
     (place / "a" / "1.parquet").unlink()
     with pytest.raises(UserError) as raised:
-        check(manifest, data_settings(config), Encoder(tokenizer))
+        check(manifest, data_settings(config), DocumentEncoder(tokenizer))
     assert len(raised.value.problems) == 3
     assert "1.parquet" in str(raised.value)
     assert "a file of this name, as when the run began" in str(raised.value)
@@ -211,7 +211,7 @@ def test_a_file_of_the_same_size_with_other_bytes_is_noticed(place, tokenizer):
     data = (place / "b.jsonl").read_bytes()
     (place / "b.jsonl").write_bytes(data.replace(b"river", b"RIVER"))
     with pytest.raises(UserError, match="it has changed"):
-        check(manifest, data_settings(config), Encoder(tokenizer))
+        check(manifest, data_settings(config), DocumentEncoder(tokenizer))
 
 
 def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
@@ -220,7 +220,7 @@ def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
     other = corpus.config(source, seq_len=32, heldout=0.5, seed=7, lanes=3)
     small = open_tokenizer(corpus.write_tokenizer(place / "small", entries=280))
     with pytest.raises(UserError) as raised:
-        check(manifest, data_settings(other), Encoder(small))
+        check(manifest, data_settings(other), DocumentEncoder(small))
     keys = {problem.key for problem in raised.value.problems}
     assert keys == {
         "run.seed",
@@ -237,9 +237,9 @@ def test_all_that_differs_at_a_later_start_is_told_at_once(place, tokenizer):
 
 def test_other_ids_than_when_the_run_began_name_the_versions(place, tokenizer):
     manifest = freeze(survey(data_settings(corpus.config(place / "a")), 1), tokenizer)
-    assert differing_tokenizer(manifest, Encoder(tokenizer)) == []
+    assert differing_tokenizer(manifest, DocumentEncoder(tokenizer)) == []
     facts = replace(manifest.tokenizer, probe="0" * 16, versions="tokenizers 0.1, tiktoken 0.2")
-    (problem,) = differing_tokenizer(replace(manifest, tokenizer=facts), Encoder(tokenizer))
+    (problem,) = differing_tokenizer(replace(manifest, tokenizer=facts), DocumentEncoder(tokenizer))
     assert (problem.key, problem.value) == ("tokenizer probe", tokenizer.probe)
     assert "it began with: tokenizers 0.1, tiktoken 0.2" in problem.remedy
     assert f"here: {manifest.tokenizer.versions}" in problem.remedy

@@ -14,7 +14,7 @@ from llmtrain.data.chat.chat import Chat
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.heldout import training_texts
 from llmtrain.data.survey import survey
-from llmtrain.data.tokens.encode import Encoder, settings_of
+from llmtrain.data.tokens.encode import DocumentEncoder, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
@@ -61,7 +61,7 @@ def test_a_row_becomes_what_the_page_says(tmp_path, tokenizer, row, told, suffix
         "training": {"steps": 1},
     })  # fmt: skip
     chat = Chat(tokenizer, settings_of(config.chat, chats.DEFAULTS.date), 512)
-    encoder = Encoder(open_tokenizer(tokenizer), chat)
+    encoder = DocumentEncoder(open_tokenizer(tokenizer), chat)
     expected = re.findall("`([^`]+)`", told)
     if told.startswith("refused"):
         with pytest.raises(UserError) as caught:

@@ -16,7 +16,7 @@ from helpers.rings import needs
 from llmtrain.config.schema import TrackerName
 from llmtrain.errors import RunError, UserError
 from llmtrain.metrics import trackers
-from llmtrain.metrics.trackers import Opened, check_installed, open_trackers
+from llmtrain.metrics.trackers import OpenTracker, check_installed, open_trackers
 
 ROOT = Path(__file__).parents[3]
 IDS = "trackers.json"
@@ -49,7 +49,7 @@ def fake(monkeypatch):
 
 def opens(monkeypatch, opened):
     """Open a fake tracker: what opened(name, case) returns."""
-    found = lambda name, case, failed: Opened(opened(name, case), "https://example.org/me/a")  # noqa: E731
+    found = lambda name, case, failed: OpenTracker(opened(name, case), "https://example.org/me/a")  # noqa: E731
     monkeypatch.setattr(trackers, "open_service", found)
     monkeypatch.setattr(trackers, "check_installed", lambda names: None)
 
@@ -186,7 +186,7 @@ def test_a_directory_of_that_name_is_no_package(monkeypatch):
 def test_the_address_is_a_line_at_the_start_without_its_password(tmp_path, events, monkeypatch):
     lines = []
     address = "https://me:hunter2@host/#/experiments/1/runs/2"
-    monkeypatch.setattr(trackers, "open_service", lambda *_: Opened(Fake(), address))
+    monkeypatch.setattr(trackers, "open_service", lambda *_: OpenTracker(Fake(), address))
     monkeypatch.setattr(trackers, "check_installed", lambda names: None)
     monkeypatch.setattr(trackers._log, "info", lambda text, *values: lines.append(text % values))
     opened(tmp_path, events, names=("mlflow",))

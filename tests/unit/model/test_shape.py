@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
-from llmtrain.model.shape import census, on_meta
+from llmtrain.model.shape import describe_parameters, on_meta
 from llmtrain.types import ModelShape
 
 SMALL = small_fields(16, 3, 2, vocab_size=64)
@@ -44,7 +44,7 @@ def elements(shape: ModelShape, **having: Any) -> int:
 
 @pytest.mark.parametrize("model_type", list(CONFIGS))
 def test_the_census_agrees_with_the_model_that_is_built(model_type: str) -> None:
-    shape, model = census(config(model_type)), real(config(model_type))
+    shape, model = describe_parameters(config(model_type)), real(config(model_type))
     assert [one.shape for one in shape.parameters] == [tuple(p.shape) for p in model.parameters()]
     assert shape.count == shape.trainable == sum(p.numel() for p in model.parameters())
     assert shape.buffers == sum(b.numel() * b.element_size() for b in model.buffers())
@@ -54,48 +54,50 @@ def test_the_census_agrees_with_the_model_that_is_built(model_type: str) -> None
 
 @pytest.mark.parametrize("model_type", list(CONFIGS))
 def test_every_parameter_between_embedding_and_head_is_in_its_block(model_type: str) -> None:
-    shape, model = census(config(model_type)), real(config(model_type))
+    shape, model = describe_parameters(config(model_type)), real(config(model_type))
     for one, (name, _) in zip(shape.parameters, model.named_parameters(), strict=True):
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         assert one.block == (numbers[0] if numbers else None), name
 
 
 def test_blocks_that_the_model_does_not_name_have_no_class() -> None:
-    assert census(config("llama")).block_class == "LlamaDecoderLayer"
-    unnamed = census(config("bert-generation"))
+    assert describe_parameters(config("llama")).block_class == "LlamaDecoderLayer"
+    unnamed = describe_parameters(config("bert-generation"))
     assert (unnamed.block_class, unnamed.listed) == (None, "BertGenerationLayer")
 
 
 def test_a_model_whose_code_cannot_compute_again_says_so() -> None:
     ctrl = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
-    assert not census(ctrl).recomputes
-    assert census(config("llama")).recomputes
+    assert not describe_parameters(ctrl).recomputes
+    assert describe_parameters(config("llama")).recomputes
 
 
 def test_a_tied_head_is_counted_once_and_known_as_tied() -> None:
-    tied, apart = (census(config("qwen3", tie_word_embeddings=tied)) for tied in (True, False))
+    tied, apart = (
+        describe_parameters(config("qwen3", tie_word_embeddings=tied)) for tied in (True, False)
+    )
     assert (tied.tied, apart.tied) == (True, False)
     assert apart.count - tied.count == apart.head == tied.head
 
 
 @needs("transformers", "5.14")  # before it, no config tells the sizes of a layer
 def test_attention_counts_heads_by_their_size_in_layers_that_have_them() -> None:
-    assert census(config("llama")).attention == 3 * 16
-    assert census(config("qwen3")).attention == 3 * 2 * 12
+    assert describe_parameters(config("llama")).attention == 3 * 16
+    assert describe_parameters(config("qwen3")).attention == 3 * 2 * 12
     mamba = CONFIG_MAPPING["mamba"](hidden_size=16, num_hidden_layers=2, vocab_size=64)
-    assert census(mamba).attention == 0
+    assert describe_parameters(mamba).attention == 0
     sizes = {"head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": 64}
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     varied = CONFIG_MAPPING["gemma4_text"](**SMALL | sizes, layer_types=kinds)
-    assert census(varied).attention == 2 * (8 + 8 + 16)
+    assert describe_parameters(varied).attention == 2 * (8 + 8 + 16)
 
 
 def test_frozen_parameters_are_not_trainable() -> None:
-    shape = census(config("llama"), ("model.layers.0.*", "model.embed_tokens.*"))
+    shape = describe_parameters(config("llama"), ("model.layers.0.*", "model.embed_tokens.*"))
     assert shape.count - shape.trainable == elements(shape, block=0) + shape.embedding
     assert elements(shape, block=0, trainable=True) == 0
     with pytest.raises(UserError, match=r"model\.freeze"):
-        census(config("llama"), ("nothing",))
+        describe_parameters(config("llama"), ("nothing",))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2"])
@@ -124,20 +126,20 @@ def test_cast_are_those_whose_bf16_copy_a_real_forward_keeps(model_type: str) ->
         loss = model(torch.arange(8)[None], use_cache=False).logits.float().sum()
     assert loss.requires_grad
     expected = {owner for copy, owner in copies.items() if copy in kept}
-    shape = census(config(model_type))
+    shape = describe_parameters(config(model_type))
     pairs = zip(shape.parameters, model.parameters(), strict=True)
     assert {p.data_ptr() for one, p in pairs if one.cast} == expected != set()
 
 
 def test_stacked_experts_are_not_cast() -> None:
-    shape = census(config("mixtral"))
+    shape = describe_parameters(config("mixtral"))
     experts = [one for one in shape.parameters if len(one.shape) == 3]
     assert experts
     assert not any(one.cast for one in experts)
 
 
 def test_a_model_of_any_size_takes_no_memory() -> None:
-    shape = census(
+    shape = describe_parameters(
         LlamaConfig(
             hidden_size=8192,
             num_hidden_layers=80,

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.agreement import Alone
-from llmtrain.data.heldout import HeldOut, Part
+from llmtrain.data.heldout import HeldOut, HeldOutPart
 from llmtrain.model.loss import LossModule
 from llmtrain.training.evaluate import by_source, evaluate
 from llmtrain.types import NOT_TRAINED, Evaluation, Flags
@@ -25,7 +25,7 @@ def module() -> LossModule:
     return LossModule(LlamaForCausalLM(config).eval())
 
 
-def heldout(*parts: Part) -> HeldOut:
+def heldout(*parts: HeldOutPart) -> HeldOut:
     """Five documents of unequal lengths, of two sources in turn."""
     draw = np.random.default_rng(3)
     lengths = np.array([9, 4, 17, 6, 30])
@@ -72,7 +72,7 @@ def by_hand(held: HeldOut, model: LossModule, seq_len: int) -> tuple[list[float]
     return sums, tokens
 
 
-TWO = (Part("a", 3, 200), Part("b", 2, 100))
+TWO = (HeldOutPart("a", 3, 200), HeldOutPart("b", 2, 100))
 
 
 @pytest.mark.parametrize(("seq_len", "size"), [(8, 1), (8, 3), (64, 2), (128, 1)])
@@ -107,18 +107,18 @@ def test_sources_change_no_bit_of_the_loss_of_all(seq_len: int) -> None:
 
 def test_chat_has_no_bits_per_byte() -> None:
     model = module()
-    mixed = evaluate(run_of(heldout(TWO[0], Part("b", 2, 100, chat=True)), model, 8, 2))
+    mixed = evaluate(run_of(heldout(TWO[0], HeldOutPart("b", 2, 100, chat=True)), model, 8, 2))
     assert mixed is not None
     assert mixed.bits_per_byte is None
     assert mixed.sources["a"].bits_per_byte is not None
     assert mixed.sources["b"].bits_per_byte is None
-    alone = evaluate(run_of(heldout(Part("b", 5, 300, chat=True)), model, 8, 2))
+    alone = evaluate(run_of(heldout(HeldOutPart("b", 5, 300, chat=True)), model, 8, 2))
     assert alone is not None
     assert (alone.bits_per_byte, alone.sources) == (None, {})
 
 
 def test_a_source_without_a_scored_token_has_no_result() -> None:
-    three = (*TWO, Part("empty", 0, 0))
+    three = (*TWO, HeldOutPart("empty", 0, 0))
     found = evaluate(run_of(heldout(*three), module(), 8, 2))
     assert found is not None
     assert found.sources.keys() == {"a", "b"}

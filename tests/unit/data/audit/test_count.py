@@ -12,7 +12,7 @@ from llmtrain.data.audit.ledger import replay
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lane
 from llmtrain.data.state import DataState
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.types import Cursor
 
@@ -52,7 +52,7 @@ def of_both(place, limit):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "both", heldout=0.05)
     reader = Reader(Reading(60))
-    found = count_documents(manifest, 0, Encoder(tokenizer), reader, limit)
+    found = count_documents(manifest, 0, DocumentEncoder(tokenizer), reader, limit)
     return found, *read(manifest, tokenizer)
 
 
@@ -77,7 +77,7 @@ def test_a_sample_of_rows_stands_for_all_of_its_format(place):
 def test_a_source_of_little_text_is_counted(place):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "a.parquet", "b.jsonl", heldout=0.05, seq_len=100)
-    found = epoch(manifest, Encoder(tokenizer), Reading(60))
+    found = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
     documents, _, tokens = read(manifest, tokenizer)[1]
     assert (found.documents, found.tokens) == (documents, tokens)
     assert found.blocks == -(-tokens // 100)
@@ -89,11 +89,11 @@ def test_a_source_of_little_text_is_counted(place):
 def test_a_sample_tells_the_rest_within_some_percent(place, monkeypatch, name, heldout):
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, name, heldout=heldout)
-    exact = epoch(manifest, Encoder(tokenizer), Reading(60))
+    exact = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
     monkeypatch.setattr(count, "COUNTED_BYTES", 0)
     monkeypatch.setattr(count, "SAMPLED_UNITS", 30)
     monkeypatch.setattr(count, "SAMPLED_BYTES", 4000)
-    estimate = epoch(manifest, Encoder(tokenizer), Reading(60))
+    estimate = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
     assert exact.exact
     assert not estimate.exact
     assert estimate.documents == pytest.approx(exact.documents, rel=0.05)
@@ -114,20 +114,20 @@ def test_an_estimate_reads_no_more_than_its_sample(place, monkeypatch):
     monkeypatch.setattr(count, "COUNTED_BYTES", 0)
     monkeypatch.setattr(count, "SAMPLED_UNITS", 10)
     monkeypatch.setattr(Reader, "rows", counting)
-    first = epoch(manifest, Encoder(tokenizer), Reading(60))
+    first = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
     names = [name for name, _ in read]
     assert (names.count("c.jsonl.gz"), names.count("d.parquet"), names.count("e.txt")) == (1, 10, 1)
-    assert epoch(manifest, Encoder(tokenizer), Reading(60)) == first
+    assert epoch(manifest, DocumentEncoder(tokenizer), Reading(60)) == first
 
 
 def test_begin_tokens_count_too(place, monkeypatch):
     plain = open_tokenizer(place / "tokenizer")
     begins = replace(plain, bos=7)
     manifest = manifest_of(place, "a.parquet")
-    one, two = (epoch(manifest, Encoder(t), Reading(60)) for t in (plain, begins))
+    one, two = (epoch(manifest, DocumentEncoder(t), Reading(60)) for t in (plain, begins))
     assert two.tokens == one.tokens + one.documents
     monkeypatch.setattr(count, "COUNTED_BYTES", 0)
-    one, two = (epoch(manifest, Encoder(t), Reading(60)) for t in (plain, begins))
+    one, two = (epoch(manifest, DocumentEncoder(t), Reading(60)) for t in (plain, begins))
     assert two.tokens == pytest.approx(one.tokens + one.documents, abs=1)
 
 
@@ -135,8 +135,10 @@ def test_best_fit_takes_the_blocks_that_its_padding_takes(place):
     """The blocks of one lane that walks the whole source once, packed for real."""
     tokenizer = open_tokenizer(place / "tokenizer")
     manifest = manifest_of(place, "a.parquet", packing="bestfit", seq_len=64, lanes=1)
-    found = epoch(manifest, Encoder(tokenizer), Reading(60))
-    lane = Lane(manifest, Encoder(tokenizer), Reader(Reading(60)), 0, 0, [Cursor(0, 0, 0, 0)])
+    found = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
+    lane = Lane(
+        manifest, DocumentEncoder(tokenizer), Reader(Reading(60)), 0, 0, [Cursor(0, 0, 0, 0)]
+    )
     blocks = 0
     while lane.cursors[0].epoch < 1:
         lane.take()
@@ -152,16 +154,20 @@ def test_a_token_cache_is_counted_beside_text(place):
     documents = [[ids.tolist()] for ids in tokenizer.documents(texts)]
     megatron.write(place / "cache" / "a.idx", documents)
     tokens = sum(len(ids) for (ids,) in documents)
-    alone = epoch(manifest_of(place, "cache", seq_len=100), Encoder(tokenizer), Reading(60))
+    alone = epoch(manifest_of(place, "cache", seq_len=100), DocumentEncoder(tokenizer), Reading(60))
     assert (alone.documents, alone.tokens, alone.exact) == (300, tokens, True)
     assert alone.blocks == -(-tokens // 100)
-    text = epoch(manifest_of(place, "b.jsonl", seq_len=100), Encoder(tokenizer), Reading(60))
+    text = epoch(
+        manifest_of(place, "b.jsonl", seq_len=100), DocumentEncoder(tokenizer), Reading(60)
+    )
     both = epoch(
-        manifest_of(place, "b.jsonl", "cache", seq_len=100), Encoder(tokenizer), Reading(60)
+        manifest_of(place, "b.jsonl", "cache", seq_len=100), DocumentEncoder(tokenizer), Reading(60)
     )
     assert both.tokens == alone.tokens + text.tokens
     assert both.blocks == -(-both.tokens // 100)
-    fitted = epoch(manifest_of(place, "cache", packing="bestfit"), Encoder(tokenizer), Reading(60))
+    fitted = epoch(
+        manifest_of(place, "cache", packing="bestfit"), DocumentEncoder(tokenizer), Reading(60)
+    )
     assert tokens / 16 < fitted.blocks < 1.3 * tokens / 16
 
 
@@ -244,6 +250,6 @@ def test_documents_of_articles_are_estimated_within_two_percent(
     manifest = corpus.manifest_of(place / "tokenizer", source, heldout=0.005)
     monkeypatch.setattr(count, "SAMPLED_BYTES", 4096)
     monkeypatch.setattr(count, "COUNTED_BYTES", 0)
-    found = epoch(manifest, Encoder(tokenizer), Reading(60))
+    found = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
     assert not found.exact
     assert found.documents == pytest.approx(documents * 0.995, rel=0.02)

@@ -8,7 +8,7 @@ from llmtrain.config.schema import Config
 from llmtrain.data.audit.first_rows import check_first_rows
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.survey import survey
-from llmtrain.data.tokens.encode import Encoder, settings_of
+from llmtrain.data.tokens.encode import DocumentEncoder, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
@@ -38,7 +38,7 @@ def check(tmp_path, chatml):
             "training": {"steps": 10},
         })  # fmt: skip
         settings = settings_of(config.chat, chats.DEFAULTS.date)
-        encoder = Encoder(open_tokenizer(tokenizer), Chat(tokenizer, settings, seq_len))
+        encoder = DocumentEncoder(open_tokenizer(tokenizer), Chat(tokenizer, settings, seq_len))
         return check_first_rows(survey(data_settings(config), 1), encoder)
 
     return call

@@ -12,7 +12,7 @@ from llmtrain.data.audit.ledger import document_of, is_whole, origins, replay, t
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import open_stream
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
 BLOCKS = 700  # several epochs of each source
@@ -53,7 +53,9 @@ def replayed(manifest, place, *, first=0, stop=BLOCKS, cursors=None, next_block=
     state = replace(DataState.fresh(manifest), next_block=next_block)
     state = state if cursors is None else replace(state, cursors=cursors)
     tokenizer = open_tokenizer(place / "tokenizer")
-    return list(replay(manifest, Encoder(tokenizer), Reader(Reading(60)), state, first, stop))
+    return list(
+        replay(manifest, DocumentEncoder(tokenizer), Reader(Reading(60)), state, first, stop)
+    )
 
 
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
@@ -151,7 +153,11 @@ def test_only_the_lanes_that_are_asked_for_are_walked(place):
     manifest = manifest_of(place, "concat")
     reader = Reader(Reading(60))
     tokenizer = open_tokenizer(place / "tokenizer")
-    list(replay(manifest, Encoder(tokenizer), reader, DataState.fresh(manifest), first=3, stop=4))
+    list(
+        replay(
+            manifest, DocumentEncoder(tokenizer), reader, DataState.fresh(manifest), first=3, stop=4
+        )
+    )
     assert reader.units.reads == 1
 
 

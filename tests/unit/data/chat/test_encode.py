@@ -7,7 +7,7 @@ from helpers.chats import FRAGMENTS, SAMPLE, make, plain
 from tokenizers import AddedToken, Tokenizer
 
 from llmtrain.data.chat import encode as module
-from llmtrain.data.chat.encode import Encoder, of_back_end, of_library, open_encoder
+from llmtrain.data.chat.encode import OffsetEncoder, of_back_end, of_library, open_encoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
@@ -57,7 +57,7 @@ def ids_of(full, text):
 @pytest.mark.parametrize("tokens", [PLAIN, ODD, ()], ids=["plain", "odd", "none"])
 def test_the_parts_have_the_ids_of_the_whole(source, tokens):
     full = with_tokens(source, *tokens)
-    encoder = Encoder(of_library(full))
+    encoder = OffsetEncoder(of_library(full))
     assert (encoder._cuts.search("<|b|>") is not None) == bool(tokens)
     for text in random_texts(150):
         assert encoder.encode(text).ids == ids_of(full, text)
@@ -66,7 +66,7 @@ def test_the_parts_have_the_ids_of_the_whole(source, tokens):
 @pytest.mark.parametrize("tokens", [PLAIN, ODD], ids=["plain", "odd"])
 def test_a_boundary_is_where_the_ids_of_a_prompt_end(source, tokens):
     full = with_tokens(source, *tokens)
-    encoder = Encoder(of_library(full))
+    encoder = OffsetEncoder(of_library(full))
     found = set()
     for text in random_texts(25):
         encoded = encoder.encode(text)
@@ -87,7 +87,7 @@ def test_a_boundary_is_where_the_ids_of_a_prompt_end(source, tokens):
 def test_a_part_is_encoded_once():
     calls = []
     engine = of_library(with_tokens(SAMPLE, *PLAIN))
-    encoder = Encoder(
+    encoder = OffsetEncoder(
         replace(engine, whole=lambda texts: calls.extend(texts) or engine.whole(texts))
     )
     calls.clear()
@@ -99,7 +99,7 @@ def test_a_part_is_encoded_once():
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "CACHE_CHARACTERS", 100)
-    encoder = Encoder(of_library(with_tokens(SAMPLE, *PLAIN)))
+    encoder = OffsetEncoder(of_library(with_tokens(SAMPLE, *PLAIN)))
     for n in range(60):
         encoder.encode(f"<|a|>{n} " + "moss " * 4)
     assert len(encoder._known) < 20

@@ -10,7 +10,7 @@ from helpers.turns import DEEPSEEK_V3, GEMMA_4, GLM, GPT_OSS, ROW, by_hand, fami
 
 from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.manifest import ChatFacts
-from llmtrain.data.tokens.encode import Encoder, chat_facts, differing_chat
+from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, differing_chat
 from llmtrain.data.tokens.encode import open_chat as open_as_stored
 
 BEGIN, END = "<call>", "</call>"
@@ -180,14 +180,14 @@ def test_the_form_is_frozen_in_the_manifest_and_absent_means_objects(place, tmp_
     stored = json.loads(manifest.to_bytes())["chat"]
     assert stored["arguments"] == "string"
     again = open_as_stored(at, ChatFacts(**stored), 1 << 20)
-    assert differing_chat(manifest, Encoder(encoder.tokenizer, again)) == []
+    assert differing_chat(manifest, DocumentEncoder(encoder.tokenizer, again)) == []
     del stored["arguments"]  # a run that began before this was asked
     old = open_as_stored(at, ChatFacts(**stored), 1 << 20)
     assert old.arguments == "object"
     (one,) = old.sequences(to_example(json.dumps(asked('{"b":1}')), "messages")).sequences
     ((_, ids),) = spans(one.ids, one.trained)
     assert ids == by_hand(at, BEGIN, "f {'b': 1}", END, "<end>")
-    (problem, *_) = differing_chat(manifest, Encoder(encoder.tokenizer, old))
+    (problem, *_) = differing_chat(manifest, DocumentEncoder(encoder.tokenizer, old))
     assert (problem.key, problem.value, problem.expected) == (
         "chat arguments of calls", "object", "string",
     )  # fmt: skip

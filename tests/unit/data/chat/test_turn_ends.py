@@ -11,7 +11,7 @@ from helpers.turns import DEEPSEEK_V3, GEMMA_4, GLM, GPT_OSS, ROW, by_hand, fami
 
 from llmtrain.data.chat.rows import BadRowError, Example, to_example
 from llmtrain.data.manifest import ChatFacts
-from llmtrain.data.tokens.encode import Encoder, chat_facts, differing_chat
+from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, differing_chat
 from llmtrain.data.tokens.encode import open_chat as open_as_stored
 from llmtrain.errors import UserError
 
@@ -330,7 +330,7 @@ def test_a_run_that_began_with_one_token_continues_with_it(place, tmp_path):
     stored = json.loads(manifest.to_bytes())["chat"]
     assert stored == json.loads(json.dumps(manifest.chat.to_json()))
     again = open_as_stored(at, ChatFacts(**stored), 1 << 20)
-    assert differing_chat(manifest, Encoder(encoder.tokenizer, again)) == []
+    assert differing_chat(manifest, DocumentEncoder(encoder.tokenizer, again)) == []
     before = copy.deepcopy(manifest.chat.to_json())
     del before["end_of_turn"]["others"]
     before["probe"] = "e1399c3b8fdd193b"  # as c31dad2 computed it

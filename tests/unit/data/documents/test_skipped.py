@@ -16,7 +16,7 @@ from llmtrain.data.lanes import Lane
 from llmtrain.data.manifest import load
 from llmtrain.data.stream import open_stream
 from llmtrain.data.survey import check, freeze, survey, training_texts
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Cursor
@@ -172,7 +172,7 @@ def test_a_skipped_unit_leaves_every_other_document_in_its_place(tmp_path, token
     manifest, run_dir, _, _ = damaged_run(tmp_path, tokenizer_dir, lanes=1)
     tokenizer = open_tokenizer(tokenizer_dir)
     reader = Reader(Reading(60, run_dir, skip_bad_units=True))
-    lane = Lane(manifest, Encoder(tokenizer), reader, 0, 0, [Cursor(0, 0, 0, 0)])
+    lane = Lane(manifest, DocumentEncoder(tokenizer), reader, 0, 0, [Cursor(0, 0, 0, 0)])
     ids, met = [], 0
     while lane.cursors[0].epoch < 1:
         block = lane.take()
@@ -233,10 +233,12 @@ def test_a_unit_that_a_block_was_cut_in_is_never_skipped_on_resume(tmp_path, tok
     path.write_bytes(whole)
     tokenizer = open_tokenizer(tokenizer_dir)
     reading = Reading(60, run_dir, skip_bad_units=True)
-    lane = Lane(manifest, Encoder(tokenizer), Reader(reading), 0, 0, [Cursor(0, 0, 0, 0)])
+    lane = Lane(manifest, DocumentEncoder(tokenizer), Reader(reading), 0, 0, [Cursor(0, 0, 0, 0)])
     lane.take()
     path.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
-    again = Lane(manifest, Encoder(tokenizer), Reader(reading), 0, lane.next_block, lane.cursors)
+    again = Lane(
+        manifest, DocumentEncoder(tokenizer), Reader(reading), 0, lane.next_block, lane.cursors
+    )
     with pytest.raises(UserError, match=r"a\.parquet, row group"):
         again.take()
     assert records(run_dir) == []
@@ -329,7 +331,7 @@ def test_bad_files_are_left_out_of_the_manifest_and_not_looked_at_again(tmp_path
     check(
         load(tmp_path / "manifest.json", config.data.sources),
         data_settings(config),
-        Encoder(open_tokenizer(tokenizer_dir)),
+        DocumentEncoder(open_tokenizer(tokenizer_dir)),
     )
 
 

@@ -16,7 +16,7 @@ from llmtrain.data.lanes import START, Lane
 from llmtrain.data.survey import check
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import TokenFile
-from llmtrain.data.tokens.encode import Encoder
+from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.hashing import mix, permutation
@@ -82,7 +82,7 @@ def expected_blocks(manifest, place):
 
 def lane_blocks(manifest, place, index, count, cursor=START):
     tokenizer = open_tokenizer(place / "tokenizer")
-    lane = Lane(manifest, Encoder(tokenizer), Reader(Reading(60)), index, index, [cursor])
+    lane = Lane(manifest, DocumentEncoder(tokenizer), Reader(Reading(60)), index, index, [cursor])
     return [lane.take() for _ in range(count)]
 
 
@@ -164,7 +164,7 @@ def test_a_source_smaller_than_a_block_goes_round(place, tmp_path):
 
 def test_the_held_out_documents_are_those_that_are_evaluated(manifest, place, tmp_path):
     tokenizer = open_tokenizer(place / "tokenizer")
-    heldout.prepare(manifest, Encoder(tokenizer), tmp_path / "eval", 1000, Reading(60))
+    heldout.prepare(manifest, DocumentEncoder(tokenizer), tmp_path / "eval", 1000, Reading(60))
     found = heldout.load(tmp_path / "eval")
     documents = [all_documents(place)[n] for n in held_out(manifest, place)]
     got = np.split(found.ids, found.starts)[1:]
@@ -183,7 +183,9 @@ def test_as_evaluation_source_every_document_counts(place, tmp_path):
     sources = evaluation_sources(data_settings(Config.model_validate(values)), Reading(60))
     manifest = corpus.manifest_of(place / "tokenizer", place / "cache")
     tokenizer = open_tokenizer(place / "tokenizer")
-    heldout.prepare(manifest, Encoder(tokenizer), tmp_path / "eval", 1000, Reading(60), sources)
+    heldout.prepare(
+        manifest, DocumentEncoder(tokenizer), tmp_path / "eval", 1000, Reading(60), sources
+    )
     documents = [ids for ids in all_documents(place) if ids]
     assert heldout.load(tmp_path / "eval").documents == len(documents) == 58
 
@@ -193,7 +195,7 @@ def test_a_document_without_an_end_is_evaluated_with_one(place, tmp_path):
     ids = tokenizer.encode("some words").tolist()
     megatron.write(tmp_path / "x.idx", [[ids]] * 40)
     manifest = corpus.manifest_of(place / "tokenizer", tmp_path / "x.idx", heldout=0.5)
-    heldout.prepare(manifest, Encoder(tokenizer), tmp_path / "eval", 3, Reading(60))
+    heldout.prepare(manifest, DocumentEncoder(tokenizer), tmp_path / "eval", 3, Reading(60))
     found = heldout.load(tmp_path / "eval")
     assert found.ids.tolist() == [tokenizer.eos, *[*ids, tokenizer.eos] * 3]
     assert found.bytes == 3 * len("some words")
@@ -233,10 +235,10 @@ def test_changed_tokens_are_refused_at_a_later_start(place, tmp_path):
     index = megatron.write(tmp_path / "a.idx", [[[1, 2]], [[3]]])
     manifest = corpus.manifest_of(place / "tokenizer", index)
     config, tokenizer = corpus.config(index), open_tokenizer(place / "tokenizer")
-    check(manifest, data_settings(config), Encoder(tokenizer))
+    check(manifest, data_settings(config), DocumentEncoder(tokenizer))
     megatron.write(index, [[[1, 2]], [[4]]])
     with pytest.raises(UserError, match=r"a\.bin"):
-        check(manifest, data_settings(config), Encoder(tokenizer))
+        check(manifest, data_settings(config), DocumentEncoder(tokenizer))
 
 
 def test_an_id_beyond_the_tokenizer_is_named_when_it_is_met(place, tmp_path):
@@ -322,7 +324,7 @@ def test_a_cache_ends_after_its_epochs(place, packing):
 
 def test_an_epoch_of_a_cache_is_known_exactly(manifest, place):
     tokenizer = open_tokenizer(place / "tokenizer")
-    found = epoch(manifest, Encoder(tokenizer), Reading(60))
+    found = epoch(manifest, DocumentEncoder(tokenizer), Reading(60))
     held = held_out(manifest, place)
     kept = [ids for n, ids in enumerate(all_documents(place)) if n not in held]
     assert found.tokens == sum(map(len, kept))
@@ -350,7 +352,7 @@ def test_the_documents_of_a_block_are_named_by_file_and_number(place, packing):
 @pytest.mark.parametrize("limit", [0, 20])
 def test_the_documents_of_a_cache_are_counted(manifest, place, limit):
     tokenizer = open_tokenizer(place / "tokenizer")
-    found = count_documents(manifest, 0, Encoder(tokenizer), Reader(Reading(60)), limit)
+    found = count_documents(manifest, 0, DocumentEncoder(tokenizer), Reader(Reading(60)), limit)
     documents = [ids for ids in all_documents(place) if ids]
     if limit:
         assert found.looked_at >= limit

@@ -80,7 +80,7 @@ def resumed(root, model, optimizer, steps):
     state.create_state(optimizer, steps)
     spec = state.spec(model, optimizer, LARGE)
     found = read.find(root, RUN, Alone())
-    read.fill(found, spec, state.pieces(model, optimizer, spec), Alone())
+    read.load_tensors(found, spec, state.pieces(model, optimizer, spec), Alone())
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["tied llama", "untied gpt2"])

@@ -17,7 +17,7 @@ from llmtrain.distributed.plan.memory import Hardware, Layout, Work, memory
 from llmtrain.model.count import count_saved
 from llmtrain.model.cross_entropy import chunk_of
 from llmtrain.model.loss import Head
-from llmtrain.model.shape import census
+from llmtrain.model.shape import describe_parameters
 
 DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
@@ -63,7 +63,7 @@ def planned(
     layout = Layout("ddp", checkpointing, micro, 2, "every")
     saved = count_saved(described, seq_len, arithmetic, checkpointing)
     without_reserve = Hardware(1 << 40, None, 1, 1, cpu=True)
-    return memory(census(described), saved, work, layout, without_reserve).total_bytes
+    return memory(describe_parameters(described), saved, work, layout, without_reserve).total_bytes
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from llmtrain.model import shape, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
-from llmtrain.model.shape import census, on_meta
+from llmtrain.model.shape import describe_parameters, on_meta
 
 SMALL = small_fields(16, 2, 2, num_key_value_heads=1, vocab_size=61)
 SMALL |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
@@ -354,18 +354,18 @@ def test_the_census_counts_adapters_and_what_is_trained(kind: str) -> None:
     ]
     expected = sum(4 * (rows + columns) for rows, columns in shapes)
     expected += sum(rows for rows, _ in shapes) if kind == "dora" else 0
-    found = census(config("tied"), (), asked(kind))
+    found = describe_parameters(config("tied"), (), asked(kind))
     assert found.trainable == expected
     assert found.count == expected + sum(one.numel() for one in model.parameters())
     assert found.adapted
     assert found.tied
-    plain = census(config("tied"))
+    plain = describe_parameters(config("tied"))
     assert (found.embedding, found.head, found.blocks) == (
         plain.embedding,
         plain.head,
         plain.blocks,
     )
-    rows = census(config("tied"), (), asked(kind), (3, 60))
+    rows = describe_parameters(config("tied"), (), asked(kind), (3, 60))
     assert rows.trainable == expected + 2 * 16
     assert (rows.embedding, rows.head, rows.token_rows) == (plain.embedding, plain.head, 2)
 
@@ -374,7 +374,9 @@ def test_no_adapter_leaves_a_model_as_it_is() -> None:
     model = bare()
     trainable.attach(model, AdapterConfig())
     assert not state.has_adapters(model)
-    assert census(config("tied"), (), AdapterConfig()) == census(config("tied"))
+    assert describe_parameters(config("tied"), (), AdapterConfig()) == describe_parameters(
+        config("tied")
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])

@@ -120,7 +120,7 @@ def test_what_changes_more_than_tensors_is_refused_by_name(tmp_path, base, key, 
 def test_every_option_of_peft_is_known_or_is_refused():
     """A new option of peft is refused until it is on the list, with a test that it is exact."""
     known = set(LoraConfig.__dataclass_fields__)
-    supported = set(load._Settings.model_fields)
+    supported = set(load._AdapterSettings.model_fields)
     assert known >= supported
     assert known - supported - HOOKS.keys() == {"runtime_config"}
 

@@ -15,7 +15,7 @@ from llmtrain.rundir import contents
 from llmtrain.tools.use import generate as writer
 from llmtrain.tools.use import prompts as tool
 from llmtrain.tools.use.generate import Sampling, complete
-from llmtrain.tools.use.load import Opened
+from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import Target
 
 NEW = 12
@@ -171,7 +171,7 @@ def opened(kind, config, folder):
             parameter += 0.2 * torch.randn_like(parameter)
     made.generation_config.eos_token_id = 0
     tokenizer = AutoTokenizer.from_pretrained(used.tokenizer(folder / "tokenizer"))
-    return Opened(Target(kind, folder), made.eval(), tokenizer, torch.device("cpu"))
+    return LoadedModel(Target(kind, folder), made.eval(), tokenizer, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

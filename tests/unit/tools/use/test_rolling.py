@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from llmtrain.errors import UserError
 from llmtrain.tools.use import evaluate
 from llmtrain.tools.use.evaluate import windows
-from llmtrain.tools.use.load import Opened
+from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import Target
 
 TEXTS = ["Article 3\nriver flows past", "", "moss and rain " * 12, "hills"]
@@ -22,7 +22,7 @@ def opened(request, tmp_path_factory):
     folder = used.tokenizer(tmp_path_factory.mktemp("rolling") / "tokenizer", bos=request.param)
     made = used.model(max_position_embeddings=24)
     loaded = AutoTokenizer.from_pretrained(folder)
-    return Opened(Target("x", folder), made, loaded, torch.device("cpu"))
+    return LoadedModel(Target("x", folder), made, loaded, torch.device("cpu"))
 
 
 def slowly(opened, text, context):

@@ -13,7 +13,7 @@ from helpers.corpus import with_hole, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint.read import Found
+from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config
 from llmtrain.data.chat.template import NAMED, template_text
 from llmtrain.distributed.engines import state
@@ -113,7 +113,7 @@ def test_the_base_of_a_checkpoint_is_that_of_the_run_or_the_start_is_refused(
 ) -> None:
     checkpoint = tmp_path / "step-00000004"
     checkpoint.mkdir()
-    found = Found(checkpoint, checkpoint.name, 4, {})
+    found = ResumePoint(checkpoint, checkpoint.name, 4, {})
     check_base(config(tmp_path), BASE, found)  # a checkpoint of whole weights is refused later
     (checkpoint / "adapter.json").write_text(json.dumps({"base": asdict(BASE)}))
     check_base(config(tmp_path), BASE, found)
