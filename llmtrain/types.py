@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 
 Compiled = Literal["off", "blocks", "model"]  # `training.compile` once it has been decided
+
+# An object of a JSON file or of a YAML one. Who reads it checks its values.
+JsonObject = dict[str, Any]
+JsonMapping = Mapping[str, Any]
 
 NOT_TRAINED = -100  # the label of a position without a loss, as in PyTorch and transformers
 

@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmtrain import faults, system
 from llmtrain.checkpoint import format
@@ -35,6 +34,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, OtherFormatError
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.types import JsonMapping, JsonObject
 
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 _TRASH = re.compile(r"\.trash-.+")
@@ -117,7 +117,7 @@ def by_loss(losses: Mapping[int, float | None]) -> list[int]:
     return [step for _, step in sorted(measured.items())]
 
 
-def loss_in(state: Mapping[str, Any]) -> float | None:
+def loss_in(state: JsonMapping) -> float | None:
     """Return the held-out loss in a `trainer_state.json`; None if it has no finite one."""
     evaluation = state.get("evaluation")
     loss = evaluation.get("loss") if isinstance(evaluation, dict) else None
@@ -188,7 +188,7 @@ class Candidate:
 
     name: str
     manifest: CheckpointManifest
-    state: dict[str, Any]
+    state: JsonObject
     newer: tuple[str, ...] = ()
 
 
@@ -327,7 +327,7 @@ def of_our_format(path: Path) -> Iterator[None]:
         raise UserError(_other_format(path, error)) from error
 
 
-def state_of(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
+def state_of(path: Path, manifest: CheckpointManifest) -> JsonObject:
     """Read the state of a checkpoint. Raises DamagedError or OtherFormatError."""
     state = form.state(path)
     if state.get("format") != form.FORMAT:
@@ -348,7 +348,7 @@ def _other_format(path: Path, error: OtherFormatError) -> Problem:
     )
 
 
-def _outside(path: Path) -> tuple[CheckpointManifest, dict[str, Any]]:
+def _outside(path: Path) -> tuple[CheckpointManifest, JsonObject]:
     """Read manifest and state, and check every file's size and header."""
     with of_our_format(path):
         manifest = form.load(path)

@@ -26,7 +26,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import safetensors
 from xxhash import xxh3_128, xxh3_128_hexdigest
@@ -34,7 +34,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from llmtrain import faults
 from llmtrain.system import unsafe_name
 from llmtrain.types import DTYPES as DTYPES
-from llmtrain.types import Spec, TensorSpec
+from llmtrain.types import JsonObject, Spec, TensorSpec
 from llmtrain.types import tensor_bytes as tensor_bytes
 
 FORMAT = 1
@@ -142,7 +142,7 @@ def header(part: Mapping[str, TensorSpec]) -> bytes:
 
     Raises ValueError if a tensor would not be aligned to its own element size.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in part.items():
         if offset % DTYPES[tensor.dtype][0]:
@@ -239,7 +239,7 @@ def parse(body: bytes) -> CheckpointManifest:
     return _manifest(found)
 
 
-def _json_object(file: str, body: bytes) -> dict[str, Any]:
+def _json_object(file: str, body: bytes) -> JsonObject:
     """Parse a JSON object that `canonical` can encode again; DamagedError for anything else."""
     try:
         found = json.loads(body)
@@ -251,7 +251,7 @@ def _json_object(file: str, body: bytes) -> dict[str, Any]:
     return found
 
 
-def _manifest(found: dict[str, Any]) -> CheckpointManifest:
+def _manifest(found: JsonObject) -> CheckpointManifest:
     """Read the fields of an intact manifest; DamagedError if one is missing or unsafe."""
     try:
         files = {
@@ -315,7 +315,7 @@ def small_file(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> bytes
     return (directory / name).read_bytes()
 
 
-def state(directory: Path) -> dict[str, Any]:
+def state(directory: Path) -> JsonObject:
     """Read `trainer_state.json`; DamagedError if it is not a JSON object."""
     return _json_object(STATE, small_file(directory, STATE))
 

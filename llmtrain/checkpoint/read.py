@@ -27,7 +27,7 @@ from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.files import Patience, StoppedError
 from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, Extent, TensorLocation
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
-from llmtrain.types import Piece, Ranks, Spec, TensorSpec
+from llmtrain.types import JsonObject, Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class ResumePoint:
     path: Path
     name: str
     step: int
-    state: dict[str, Any]
+    state: JsonObject
 
 
 def find(
@@ -186,7 +186,7 @@ def _offer(
     renamed: list[Event],
     *,
     supersede: bool,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Return the fields of the next candidate, or None after the last one; called on rank 0.
 
     damaged: name of the candidate before, and what is wrong with it; None = there was none
@@ -211,7 +211,7 @@ def _make_way(root: Path, newer: list[str], used: str, renamed: list[Event]) -> 
 
 
 def _verify_together(
-    path: Path, files: dict[str, Any], verify: str, ranks: Ranks, patience: Patience
+    path: Path, files: JsonObject, verify: str, ranks: Ranks, patience: Patience
 ) -> str:
     """Verify a checkpoint, each rank its share of the extents. Return the damage, "" for none.
 
@@ -234,7 +234,7 @@ def _verify_together(
     return "; ".join(damage)
 
 
-def _find_tensors(path: Path) -> dict[str, Any]:
+def _find_tensors(path: Path) -> JsonObject:
     """Return where each tensor of a checkpoint is, by name."""
     found: dict[str, TensorLocation] = {}
     for file in sorted(form.load(path).files):

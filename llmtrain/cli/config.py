@@ -19,6 +19,7 @@ from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, configs_and
 from llmtrain.cli.options import show as show_lines
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
+from llmtrain.types import JsonMapping
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import Config
@@ -75,7 +76,7 @@ def diff(
     show_lines(changes or ["no key differs"])
 
 
-def _values_of(name: str) -> Mapping[str, Any]:
+def _values_of(name: str) -> JsonMapping:
     """Return every value by its dotted key, those of a model or a source one by one.
 
     name: a config file, or a run directory; the length of a run is that which was trained
@@ -90,14 +91,14 @@ def _values_of(name: str) -> Mapping[str, Any]:
 
     run_dir = Path(name)
     of_run = (run_dir / CONFIG).is_file()
-    values: Mapping[str, Any] = bind(load_config(run_dir / CONFIG if of_run else name)).values
+    values: JsonMapping = bind(load_config(run_dir / CONFIG if of_run else name)).values
     if of_run and (run_dir / METRICS).is_file():
         values = with_length(values, collect(run_dir).starts)
-    found: Mapping[str, Any] = secrets.hidden(values, secrets.hider(os.environ))
+    found: JsonMapping = secrets.hidden(values, secrets.hider(os.environ))
     return found
 
 
-def _side(values: Mapping[str, Any], key: str) -> str:
+def _side(values: JsonMapping, key: str) -> str:
     return _text(values[key]) if key in values else "not set"
 
 

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmtrain.cli.options import AsJson, ProgressLine, busy, runs, show
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.tools.use.evaluate import Evaluated
@@ -83,7 +84,7 @@ def evaluate(
             if line.is_due():
                 line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
 
-        options: dict[str, Any] = {"tasks": names, "stride": stride, "chat": chat}
+        options: JsonObject = {"tasks": names, "stride": stride, "chat": chat}
         found = measure(model, data, as_run=as_run, told=tell, **options)
     line.clear()
     show([json.dumps(found.to_json())] if as_json else evaluation(found))

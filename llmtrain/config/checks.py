@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from llmtrain.config import secrets
 from llmtrain.config.keys import all_keys, general_name, sections
@@ -34,7 +33,7 @@ from llmtrain.config.schema import (
 )
 from llmtrain.errors import Problem
 from llmtrain.text import DURATION, parse_duration
-from llmtrain.types import Algorithm
+from llmtrain.types import Algorithm, JsonMapping
 
 # Sizes that an architecture with such a field needs. In some architectures null or a list is valid.
 _SIZES = (
@@ -50,7 +49,7 @@ _SIZES = (
 )
 
 
-def field_problems(fields: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
+def field_problems(fields: JsonMapping, prefix: str) -> Iterator[Problem]:
     """Yield a problem for each size that is not a whole number above 0, and for a blank type.
 
     prefix: of the keys, such as `model.config.`

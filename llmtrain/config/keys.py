@@ -7,16 +7,16 @@ from its type, so that messages always agree with what is checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from llmtrain.config.schema import Config
+from llmtrain.types import JsonMapping
 
 ITEM = "*"  # stands for the number of an item of a list in a key
 
-Schema = Mapping[str, Any]
+Schema = JsonMapping
 
 _WORDS = {
     "integer": "a whole number",

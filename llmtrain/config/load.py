@@ -21,8 +21,9 @@ from llmtrain.config.keys import Key, all_keys, general_name, sections
 from llmtrain.config.schema import Config, Origin, Section
 from llmtrain.config.suggestions import guess, near_section
 from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
+from llmtrain.types import JsonObject
 
-Tree = dict[str, Any]
+Tree = JsonObject
 
 _HALF = ("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed", "true", "false")
 _NOT_OFFERED = "bf16, or fp32 on GPUs older than Ampere; fp16 is not offered"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from llmtrain.types import Algorithm
+from llmtrain.types import Algorithm, JsonObject
 
 
 def _at_most(most: float, **limits: Any) -> Any:
@@ -77,7 +77,7 @@ class ModelConfig(Section):
     """Hub id, directory, or run (its best checkpoint), whose weights training starts from."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub id in `from`."""
-    config: dict[str, Any] = Field({})
+    config: JsonObject = Field({})
     """`model_type` and its own fields, as transformers names them."""
     tokenizer: Text | TrainTokenizer = "auto"
     """Directory, Hub id, `sample` or {train: N}; auto = the tokenizer of `from`."""
@@ -163,7 +163,7 @@ class ChatConfig(Section):
     """chatml, llama3, gemma, a .jinja file, or the template itself; null = that of the tokenizer.
     The named ones add their tokens to the tokenizer, also in a run on texts.
     """
-    template_kwargs: dict[str, Any] = Field({})
+    template_kwargs: JsonObject = Field({})
     """Further variables of the template, such as enable_thinking: false."""
     train_turns: Literal["all", "last"] = "all"
     """Which turns of the assistant are trained on."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -32,6 +32,7 @@ from llmtrain.data.sources.local import (
 )
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
+from llmtrain.types import JsonMapping, JsonObject
 
 VERSION = 1
 _PLAIN = (
@@ -133,8 +134,8 @@ class ChatFacts:
     """
 
     template: str
-    settings: Mapping[str, Any]
-    end_of_turn: Mapping[str, Any] | None
+    settings: JsonMapping
+    end_of_turn: JsonMapping | None
     probe: str
     arguments: str = "object"
 
@@ -153,7 +154,7 @@ class ChatFacts:
         end = self.end_of_turn or {}
         return self.arguments != "object" or "others" in end or "after_call" in end
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the fields; arguments that are objects are left out, as in manifests of old."""
         found = asdict(self)
         if self.arguments == "object":
@@ -240,13 +241,13 @@ class DataManifest:
         return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
 
 
-def glance(path: Path) -> dict[str, Any]:
+def glance(path: Path) -> JsonObject:
     """Return the content of a stored manifest, without a look at the data.
 
     Raises UserError for a file with something else in it.
     """
     try:
-        stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        stored: JsonObject = json.loads(path.read_text("utf-8"))
     except ValueError:
         stored = {}
     if not isinstance(stored, dict) or not {*_PLAIN, "sources", "tokenizer"} <= stored.keys():
@@ -273,7 +274,7 @@ def has_other_sources(path: Path, settings: DataSettings) -> bool:
     )
 
 
-def _was_moved(entry: dict[str, Any], now: SourceConfig, key: str) -> bool:
+def _was_moved(entry: JsonObject, now: SourceConfig, key: str) -> bool:
     """Whether the new path is on this machine and has exactly the files of a stored source."""
     if entry["remote"] or not (now.path == SAMPLE or is_local(now.path)):
         return False
@@ -319,7 +320,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> DataManifest:
     )
 
 
-def _to_json(manifest: DataManifest) -> dict[str, Any]:
+def _to_json(manifest: DataManifest) -> JsonObject:
     return {
         "version": VERSION,
         "fingerprint": manifest.fingerprint,
@@ -330,7 +331,7 @@ def _to_json(manifest: DataManifest) -> dict[str, Any]:
     }
 
 
-def _source_to_json(source: Source) -> dict[str, Any]:
+def _source_to_json(source: Source) -> JsonObject:
     return {
         "label": source.label,
         "path": source.path,
@@ -352,7 +353,7 @@ def _source_to_json(source: Source) -> dict[str, Any]:
     }
 
 
-def _source(entry: dict[str, Any], root: str, weight: float) -> Source:
+def _source(entry: JsonObject, root: str, weight: float) -> Source:
     return Source(
         label=entry["label"],
         path=entry["path"],

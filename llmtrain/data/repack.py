@@ -37,6 +37,7 @@ from llmtrain.data.sources.local import FORMATS, PROSE, edges_digest, file_forma
 from llmtrain.data.token_cache.write import replacing
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.text import clip, first_line
+from llmtrain.types import JsonObject
 
 KINDS = {
     **{suffix: kind for suffix, kind in FORMATS.items() if suffix != PROSE},
@@ -121,7 +122,7 @@ def finished_rows(task: Rewrite) -> int | None:
     return rows if same else None
 
 
-def made_of(target: Path) -> dict[str, Any] | None:
+def made_of(target: Path) -> JsonObject | None:
     """Return what the footer of a repacked file records of its source; None for another file."""
     try:
         found = (pq.read_metadata(target).metadata or {}).get(MADE_OF)
@@ -130,7 +131,7 @@ def made_of(target: Path) -> dict[str, Any] | None:
     return None if found is None else dict(json.loads(found))
 
 
-def origin(task: Rewrite) -> dict[str, Any]:
+def origin(task: Rewrite) -> JsonObject:
     """Return everything that decides the content of a target."""
     return {
         "version": VERSION,
@@ -265,7 +266,7 @@ def _unify(known: pa.DataType, values: list[Any]) -> pa.DataType | None:
         return None
 
 
-def _rows(path: Path, compression: str | None) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+def _rows(path: Path, compression: str | None) -> Iterator[list[tuple[int, JsonObject]]]:
     """Yield batches of (line number from 1, row)."""
     stream = _stream(path, compression)
     if is_array(_stream(path, compression).read(HEAD_BYTES)):
@@ -277,7 +278,7 @@ def _rows(path: Path, compression: str | None) -> Iterator[list[tuple[int, dict[
         yield [(number, _row(path, number, line)) for number, line in batch]
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _row(path: Path, number: int, line: bytes) -> JsonObject:
     try:
         row = decode_line(line)
     except ValueError as error:

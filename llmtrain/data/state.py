@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,7 +16,7 @@ import xxhash
 from llmtrain.config.binding import touches, way_out
 from llmtrain.data.manifest import DataManifest
 from llmtrain.errors import Problem, raise_any
-from llmtrain.types import Cursor
+from llmtrain.types import Cursor, JsonMapping, JsonObject
 
 VERSION = 1
 # Part of the fingerprint → the config keys that decide it; messages name the first.
@@ -70,14 +69,14 @@ class DataState:
         cursors = np.zeros((manifest.lanes, len(manifest.sources), 4), np.int64)
         return DataState(manifest.fingerprint, manifest.parts, manifest.lanes, 0, 0, cursors, 0, {})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the state as JSON, with each cursor as a list [epoch, unit, row, offset]."""
         values = {name: getattr(self, name) for name in _names()}
         values |= {"cursors": self.cursors.tolist(), "stream_digest": f"{self.stream_digest:016x}"}
         return {"version": VERSION, **values}
 
     @staticmethod
-    def from_json(stored: Mapping[str, Any]) -> DataState:
+    def from_json(stored: JsonMapping) -> DataState:
         """Return the inverse of `to_json`."""
         values = {name: stored[name] for name in _names()}
         cursors = np.array(stored["cursors"], np.int64).reshape(stored["lanes"], -1, 4)

@@ -42,6 +42,7 @@ from llmtrain.config import secrets
 from llmtrain.config.schema import TrackerName
 from llmtrain.errors import Problem, UserError, needed_on_disk
 from llmtrain.system import begin_in_thread
+from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -67,7 +68,7 @@ _AT_ONCE, _LONGEST = 100, 6000  # params in a call; characters of one
 class Service(Protocol):
     """What takes the values of a run."""
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> object:
+    def log(self, values: JsonObject, step: int | None = None) -> object:
         """Take the values of a step."""
 
     def finish(self) -> object:
@@ -95,7 +96,7 @@ class Case:
     run_dir: Path
     run_id: str
     name: str
-    config: Mapping[str, Any]
+    config: JsonMapping
     step: int
 
 
@@ -162,7 +163,7 @@ class _MLflow:
         self._client = client
         self._run_id = run_id
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+    def log(self, values: JsonObject, step: int | None = None) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)  # noqa: TID251 a time stamp
@@ -195,7 +196,7 @@ def _mlflow_run(client: MlflowClient, case: Case) -> Run:
     return client.create_run(experiment, run_name=case.name, tags={_MLFLOW_ID: case.run_id})
 
 
-def _keep_config(client: MlflowClient, run: Run, config: Mapping[str, Any]) -> None:
+def _keep_config(client: MlflowClient, run: Run, config: JsonMapping) -> None:
     """Write the config as params, and values that a resume has changed as tags.
 
     MLflow never changes a param.
@@ -226,7 +227,7 @@ class _Trackio:
         self._failed = failed
         self._told: set[str] = set()
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+    def log(self, values: JsonObject, step: int | None = None) -> None:
         self._run.log(values, step=step)
         self._tell()
 
@@ -306,7 +307,7 @@ class _Guarded:
         self._to_skip = 0  # logs to skip before the next try: calling a dead service costs time
         self._works(self._get)
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: JsonObject, step: int) -> None:
         if self._to_skip:
             self._to_skip -= 1
         elif self._works(lambda: self._get().service.log(values, step=step)) and self._failing:
@@ -398,7 +399,7 @@ def _is_installed(name: TrackerName) -> bool:
 def open_trackers(
     names: Sequence[TrackerName],
     ids_file: Path,
-    config: Mapping[str, Any],
+    config: JsonMapping,
     step: int,
     report: Report,
 ) -> Trackers:
@@ -461,9 +462,9 @@ def _prefix(kind: str, fields: Mapping[str, object]) -> str:
     return f"{kind}/{source}" if source else kind
 
 
-def _flat(prefix: str, fields: Mapping[str, object]) -> dict[str, Any]:
+def _flat(prefix: str, fields: Mapping[str, object]) -> JsonObject:
     """Return numbers and a sample's text by `kind/field`, nested ones by `kind/field/name`."""
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in fields.items():
         name = f"{prefix}/{key}"
         if isinstance(value, Mapping):

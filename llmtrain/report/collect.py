@@ -21,8 +21,9 @@ from llmtrain.config import secrets, yaml12
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
 from llmtrain.rundir.goodput import Stretch, stretches, without_idle_starts
+from llmtrain.types import JsonMapping, JsonObject
 
-Line = Mapping[str, Any]
+Line = JsonMapping
 
 MAX_BUCKETS = 1000
 _NUMBERS = (float, int)
@@ -51,7 +52,7 @@ class Tables:
     """
 
     name: str
-    status: Mapping[str, Any]
+    status: JsonMapping
     config: str
     steps: int | None
     starts: tuple[Line, ...]
@@ -66,8 +67,8 @@ class Tables:
     unread: int
     settings: Mapping[str, object]
     chat: bool
-    auto: Mapping[str, Any]
-    profile: Mapping[str, Any]
+    auto: JsonMapping
+    profile: JsonMapping
     _columns: dict[str, Points] = field(default_factory=dict, repr=False)
 
     def numbers(self, name: str) -> Points:
@@ -251,7 +252,7 @@ def with_length(settings: Mapping[str, object], starts: Sequence[Line]) -> dict[
     return dict(settings)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     """Return the JSON object of a file; {} if there is none."""
     return (record.parse(path.read_bytes()) or {}) if path.is_file() else {}
 

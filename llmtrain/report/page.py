@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import gc
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from llmtrain.rundir import contents
 from llmtrain.rundir.contents import write_output
 from llmtrain.rundir.record import in_words
 from llmtrain.text import count, duration, fixed, number, percent, short, size, when
+from llmtrain.types import JsonMapping, JsonObject
 
 _ROWS = 60
 _TEXT = 4000
@@ -132,7 +133,7 @@ def fill(template: str, *, title: str, scripted: bool, **values: Any) -> str:
 
 def figures(tables: Tables) -> list[Figure]:
     """Return the figures for which the run has numbers."""
-    marks: dict[str, Any] = {
+    marks: JsonObject = {
         "restarts": tables.restarts,
         "skipped": verdict.skipped_steps(tables),
     }
@@ -169,7 +170,7 @@ def _is_of_device(tables: Tables) -> bool:
     return any(one.get("event") == "memory_compared" for one in tables.events)
 
 
-def _loss(tables: Tables, marks: Mapping[str, Any]) -> list[Figure]:
+def _loss(tables: Tables, marks: JsonMapping) -> list[Figure]:
     train, heldout = tables.numbers("loss"), column(tables.evaluations, "loss")
     series = []
     if train:
@@ -254,7 +255,7 @@ def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
     return chosen + [(key, text.compact(value), "auto") for key, value in decided]
 
 
-def _flat(decided: Mapping[str, Any]) -> list[tuple[str, object]]:
+def _flat(decided: JsonMapping) -> list[tuple[str, object]]:
     """Return the keys of `auto.json` with their values; what holds on a device is in groups."""
     found: list[tuple[str, object]] = []
     for key, value in decided.items():

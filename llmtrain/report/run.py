@@ -12,6 +12,7 @@ from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, final_history
 from llmtrain.rundir import contents, record, status
 from llmtrain.rundir.record import Tail
+from llmtrain.types import JsonMapping, JsonObject
 
 _SECONDS = 0.5
 
@@ -34,7 +35,7 @@ class Run:
         return self.directory.resolve().name
 
     @property
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> JsonMapping:
         """The content of `status.json`."""
         return status.read_status(self.directory)
 
@@ -57,12 +58,12 @@ class Run:
         found = verdict.best_checkpoint(self._tables())
         return self.directory / contents.CHECKPOINTS / str(found["name"]) if found else None
 
-    def metrics(self, kind: str) -> list[dict[str, Any]]:
+    def metrics(self, kind: str) -> list[JsonObject]:
         """Return the lines of a kind (`train`, `eval`, …) of the final history, by step."""
         lines = record.record(self.directory)
         return [dict(line) for line in final_history(lines) if line["kind"] == kind]
 
-    def follow(self) -> Iterator[dict[str, Any]]:
+    def follow(self) -> Iterator[JsonObject]:
         """Yield the lines of the record, old ones and new ones, until the run ends.
 
         It ends with an `end` line; of a run that was killed, no line comes any more.

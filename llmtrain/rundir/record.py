@@ -31,6 +31,7 @@ from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import RunError, needed_on_disk
 from llmtrain.rundir.contents import METRICS
+from llmtrain.types import JsonMapping, JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Lines:
         self._file = -1
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[JsonObject]:
     """Return the lines of a file that are JSON objects, oldest first; [] if there is no file.
 
     A torn last line is skipped, since a run may be writing it. Any other line that is not a JSON
@@ -129,7 +130,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [value for value, _, _ in _values(path) if value is not None]
 
 
-def _values(path: Path) -> Iterator[tuple[dict[str, Any] | None, int, int]]:
+def _values(path: Path) -> Iterator[tuple[JsonObject | None, int, int]]:
     """Yield the JSON object of each whole line, its place in the file and its length in bytes.
 
     None: the line is no JSON object
@@ -151,7 +152,7 @@ def _values(path: Path) -> Iterator[tuple[dict[str, Any] | None, int, int]]:
         _log.warning("left out %d lines of %s that are no JSON objects", bad, path)
 
 
-def parse(line: str | bytes) -> dict[str, Any] | None:
+def parse(line: str | bytes) -> JsonObject | None:
     """Return the JSON object of a line; None if it is none."""
     try:
         value = json.loads(line)
@@ -160,7 +161,7 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def record(run_dir: Path) -> list[dict[str, Any]]:
+def record(run_dir: Path) -> list[JsonObject]:
     """Return the record of a run as `read` does, and skip lines without kind, time or step."""
     return [dict(line.whole()) for line in short_record(run_dir)[0]]
 
@@ -186,7 +187,7 @@ def short_record(run_dir: Path) -> tuple[list[Line], int]:
     return found, unread
 
 
-class Line(Mapping[str, Any]):
+class Line(JsonMapping):
     """A line of the record, of which only the numbers are kept; the rest is read when asked for."""
 
     __slots__ = ("_kind", "_number")
@@ -217,7 +218,7 @@ class Line(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.whole())
 
-    def whole(self) -> Mapping[str, Any]:
+    def whole(self) -> JsonMapping:
         """Return all fields. Of a file that was replaced meanwhile, those that are kept."""
         return self._kind.whole(self._number)
 
@@ -239,9 +240,9 @@ class _LinesOfKind:
         self._places = array("q")
         self._sizes = array("q")
         self._mixed: set[str] = set()
-        self._last: tuple[int, Mapping[str, Any]] = (-1, {})  # that was asked for
+        self._last: tuple[int, JsonMapping] = (-1, {})  # that was asked for
 
-    def add(self, value: Mapping[str, Any], place: int, size: int) -> Line:
+    def add(self, value: JsonMapping, place: int, size: int) -> Line:
         """Add a line."""
         number = len(self._places)
         self.steps.append(value["step"])
@@ -271,7 +272,7 @@ class _LinesOfKind:
             return
         column.append(value)
 
-    def whole(self, number: int) -> Mapping[str, Any]:
+    def whole(self, number: int) -> JsonMapping:
         """Return all fields of a line."""
         if self._last[0] != number:
             with self._path.open("rb") as file:
@@ -357,7 +358,7 @@ class Tail:
         self.unread = 0  # lines that are not of a record
         self.more = False
 
-    def lines(self) -> tuple[list[dict[str, Any]], bool]:
+    def lines(self) -> tuple[list[JsonObject], bool]:
         """Return the next whole lines, and whether they begin at the beginning.
 
         Of a long record they are not all lines, so that they take little memory.
@@ -368,7 +369,7 @@ class Tail:
         except FileNotFoundError:
             return [], False
 
-    def _lines_of(self, file: BinaryIO) -> tuple[list[dict[str, Any]], bool]:
+    def _lines_of(self, file: BinaryIO) -> tuple[list[JsonObject], bool]:
         known = os.fstat(file.fileno())
         begin = file.read(len(self._begin) or 200)
         again = (
@@ -543,7 +544,7 @@ WORDS = {
 }
 
 
-def in_words(event: Mapping[str, Any]) -> str:
+def in_words(event: JsonMapping) -> str:
     """Return a sentence for an `event` line; an unknown event is shown by its name."""
     name = str(event.get("event") or "an event without a name")
     said = WORDS.get(name, name)

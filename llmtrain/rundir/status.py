@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir.contents import AUTO, STATUS, write_atomically
-from llmtrain.types import Compiled
+from llmtrain.types import Compiled, JsonMapping, JsonObject
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class Result:
 
 def start_status(
     run_dir: Path, *, run_id: str, strategy: str | None, world_size: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the status of a start that begins. Returns what was written.
 
     run_id: used only by the first start
@@ -71,9 +70,7 @@ def start_status(
     return _replace(run_dir, _EMPTY | {"run_id": run_id} | kept | started)
 
 
-def write_status(
-    run_dir: Path, before: Mapping[str, Any] | None = None, **fields: object
-) -> dict[str, Any]:
+def write_status(run_dir: Path, before: JsonMapping | None = None, **fields: object) -> JsonObject:
     """Replace some fields, keep the others and set `updated`. Returns what was written.
 
     before: what was written last; used if the file has been deleted since then
@@ -97,7 +94,7 @@ def put_back_status(run_dir: Path, kept: bytes) -> None:
     write_atomically(run_dir / STATUS, kept)
 
 
-def read_status(run_dir: Path) -> dict[str, Any]:
+def read_status(run_dir: Path) -> JsonObject:
     """Return the fields of a run directory's status; an empty dict if no file can be read.
 
     A field with a wrong type is left out. The file only describes the run, which does not depend
@@ -118,7 +115,7 @@ def _can_be(name: str, field: object) -> bool:
     return name not in _EMPTY or type(field) is (str if name in _TEXT else int)
 
 
-def _replace(run_dir: Path, fields: dict[str, object]) -> dict[str, Any]:
+def _replace(run_dir: Path, fields: dict[str, object]) -> JsonObject:
     fields = {
         **secrets.hidden(fields, secrets.hider(os.environ)),
         "updated": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -166,8 +163,8 @@ class FrozenChoices:
     precision = _Choice[str]("run")
     loss_kernel = _Choice[str]("run")
     adapter_targets = _Choice[list[str]]("run")
-    base = _Choice[dict[str, Any]]("run")
-    epoch = _Choice[dict[str, Any]]("run")
+    base = _Choice[JsonObject]("run")
+    epoch = _Choice[JsonObject]("run")
     attention_backend = _Choice[str]("device")
     compile = _Choice[Compiled]("device")
     micro_batch_size = _Choice[int]("launch")
@@ -177,17 +174,17 @@ class FrozenChoices:
         self._path = run_dir / AUTO
         self._launch = launch
         known = _read(self._path) if self._path.exists() else {}
-        self.run: dict[str, Any] = known.get("run", {})
-        self.devices: dict[str, dict[str, Any]] = known.get("devices", {})
-        self.launches: dict[str, dict[str, Any]] = known.get("launches", {})
+        self.run: JsonObject = known.get("run", {})
+        self.devices: dict[str, JsonObject] = known.get("devices", {})
+        self.launches: dict[str, JsonObject] = known.get("launches", {})
 
     @property
-    def launch(self) -> dict[str, Any]:
+    def launch(self) -> JsonObject:
         """The values frozen for launches with the same strategy, device type and world size."""
         return self.launches.setdefault(self._launch, {})
 
     @property
-    def device(self) -> dict[str, Any]:
+    def device(self) -> JsonObject:
         """The values frozen for launches with the same device type."""
         return self.devices.setdefault(_device_of(self._launch), {})
 
@@ -210,10 +207,10 @@ def _device_of(launch: str) -> str:
     return launch.split("/")[1]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     remedy = "restore it, or begin again in another run.dir"
     try:
-        value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        value: JsonObject = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise UserError(Problem(str(path), None, f"JSON ({error})", remedy)) from error
     if not _is_decided(value):

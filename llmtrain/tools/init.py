@@ -43,6 +43,7 @@ from llmtrain.tools.recipes import refuse_existing, write_new
 from llmtrain.training.start.data import FEW_STEPS
 from llmtrain.training.start.frozen import find_base
 from llmtrain.training.start.planning import does_not_fit
+from llmtrain.types import JsonMapping, JsonObject
 
 _KEY = "DATA"
 _LONGEST = 2048  # positions of a block at most, unless the base has fewer
@@ -84,7 +85,7 @@ class _SourceKind:
     bytes: of their files, about
     """
 
-    sources: list[dict[str, Any]]
+    sources: list[JsonObject]
     chat: bool
     bytes: int
 
@@ -178,9 +179,9 @@ def _look_at(data: Sequence[str]) -> _SourceKind:
     return _SourceKind(sources, any(chat for _, chat, _ in found), sum(size for *_, size in found))
 
 
-def _source(path: str, reader: Reader) -> tuple[dict[str, Any], bool, int]:
+def _source(path: str, reader: Reader) -> tuple[JsonObject, bool, int]:
     """Return a source of the config, whether it has conversations, and the bytes of its files."""
-    described: dict[str, Any] = {"path": path}
+    described: JsonObject = {"path": path}
     try:
         resolved = resolve(SourceConfig(path=path), _KEY)
     except UserError as error:
@@ -239,9 +240,9 @@ def _text_column(source: Source, columns: Sequence[str], reader: Reader) -> str:
     return max(lengths, key=lambda name: lengths[name])
 
 
-def _draft(kind: _SourceKind, asked: str | None, base: Base | None, run_dir: str) -> dict[str, Any]:
+def _draft(kind: _SourceKind, asked: str | None, base: Base | None, run_dir: str) -> JsonObject:
     """Return a config with which the data can be looked at. asked: for `model.from`"""
-    tree: dict[str, Any] = {"run": {"dir": run_dir}}
+    tree: JsonObject = {"run": {"dir": run_dir}}
     longest = _LONGEST
     template: str | None = "chatml"
     if base is None:
@@ -279,7 +280,7 @@ def _by_size(table: Sequence[tuple[float, Any]], size: float) -> Any:
     return next(value for least, value in table if size >= least)
 
 
-def _inspected(tree: dict[str, Any], loaded: Callable[[], Config], base: Base | None) -> Inspection:
+def _inspected(tree: JsonObject, loaded: Callable[[], Config], base: Base | None) -> Inspection:
     """Return what `data inspect` finds. A tokenizer that has too little text is left out.
 
     Raises UserError as it does; for a base whose template cannot be trained with one that can.
@@ -299,7 +300,7 @@ def _inspected(tree: dict[str, Any], loaded: Callable[[], Config], base: Base | 
         raise
 
 
-def _fit(tree: dict[str, Any], found: Inspection, kind: _SourceKind, *, new: bool) -> Comments:
+def _fit(tree: JsonObject, found: Inspection, kind: _SourceKind, *, new: bool) -> Comments:
     """Choose length, batch, epochs and what is held out; return why, by key.
 
     The draft has blocks of the greatest length, one of them a step. new: whether there is no base
@@ -339,7 +340,7 @@ def _fit(tree: dict[str, Any], found: Inspection, kind: _SourceKind, *, new: boo
     return comments
 
 
-def _add_passes(tree: dict[str, Any], comments: Comments, loaded: Callable[[], Config]) -> None:
+def _add_passes(tree: JsonObject, comments: Comments, loaded: Callable[[], Config]) -> None:
     """Add passes if a run of few documents has few steps all the same.
 
     Which documents are held out is known only now. What is asked for is left as it is.
@@ -358,7 +359,7 @@ def _say_passes(comments: Comments, epochs: int) -> None:
     comments["training.epochs"] = said
 
 
-def _choose_weights(tree: dict[str, Any], comments: Comments, loaded: Callable[[], Config]) -> None:
+def _choose_weights(tree: JsonObject, comments: Comments, loaded: Callable[[], Config]) -> None:
     """Choose whether the weights themselves are trained, or adapters, and how fast.
 
     Raises UserError if nothing fits this machine.
@@ -384,7 +385,7 @@ def _choose_weights(tree: dict[str, Any], comments: Comments, loaded: Callable[[
     comments["training.precision"] = f"{found.work.precision} here: {found.precision_why}"
 
 
-def _text(tree: Mapping[str, Any], comments: Comments, path: Path, found: Inspection) -> str:
+def _text(tree: JsonMapping, comments: Comments, path: Path, found: Inspection) -> str:
     """Return the config as YAML, with a comment behind each value that was chosen."""
     documents = sum(one.documents for one in found.sources)
     tokens = sum(one.tokens for one in found.sources)

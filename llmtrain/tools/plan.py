@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from llmtrain.checkpoint.files import most_at_once
 from llmtrain.config.checks import check, check_batch
@@ -30,13 +29,13 @@ from llmtrain.text import size
 from llmtrain.tools.launch.file import launch_values, write_launch_file
 from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
-from llmtrain.types import ModelShape, Saved
+from llmtrain.types import JsonMapping, JsonObject, ModelShape, Saved
 
 _HEAD = ("strategy", "memory of a device", "recomputed", "micro-batch", "accumulation", "tokens/s")
 _UNKNOWN = "?"
 
 
-def table(plan: Mapping[str, Any]) -> str:
+def table(plan: JsonMapping) -> str:
     """Return the table. plan: as `Plan.to_json` returns it"""
     rows = "".join(_html_row(_cells(one), "td") for one in plan["strategies"])
     return (
@@ -45,7 +44,7 @@ def table(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(one: Mapping[str, Any]) -> Iterator[str]:
+def _cells(one: JsonMapping) -> Iterator[str]:
     """Yield the cells of a strategy, in the order of the head."""
     yield f"{one['name']}, chosen" if one["chosen"] else one["name"]
     yield _memory(one["total_bytes"], one["parts"])
@@ -154,7 +153,7 @@ class Plan:
             return None
         return self.steps * self.work.global_batch_size * self.work.seq_len / rate
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain plan --json` prints."""
         chosen, hardware = self.chosen, self.hardware
         return {
@@ -264,7 +263,7 @@ def _without_count(
     return Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
 
 
-def _unknown(one: Candidate) -> dict[str, Any]:
+def _unknown(one: Candidate) -> JsonObject:
     """Return the values of a row that change if the forward cannot be counted."""
     parts = {name: None if name in UNCOUNTED else size for name, size in one.memory.parts.items()}
     fits = None if one.fits else False
@@ -294,7 +293,7 @@ def _adapters(near: Candidate, shape: ModelShape) -> Iterator[str]:
     yield f"adapter.kind=qlora, on CUDA, would save up to {size(saved)} of {where}"
 
 
-def _row(one: Candidate, chosen: bool) -> dict[str, Any]:
+def _row(one: Candidate, chosen: bool) -> JsonObject:
     return {
         "name": one.layout.strategy,
         "chosen": chosen,

@@ -20,9 +20,10 @@ from llmtrain.data.state import Counts, DataState, contribution, merge_cursors
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
 from llmtrain.training.run.run import Run
+from llmtrain.types import JsonObject
 
 
-def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
+def gather_parts(run: Run, step: int) -> list[JsonObject]:
     """Gather the state of each rank at rank 0; return an empty list on the other ranks.
 
     That is its cursors and its counts of documents.
@@ -40,7 +41,7 @@ def gather_parts(run: Run, step: int) -> list[dict[str, Any]]:
     return gathered(run.ranks, mine)
 
 
-def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
+def data_state(run: Run, step: int, heard: list[JsonObject]) -> DataState:
     """Return the stream's state after the blocks of `step`. heard: from `gather_parts`."""
     before = run.data.state
     next_block = step * run.config.training.global_batch_size
@@ -55,7 +56,7 @@ def data_state(run: Run, step: int, heard: list[dict[str, Any]]) -> DataState:
     )
 
 
-def cursors_line(run: Run, step: int, heard: list[dict[str, Any]]) -> bytes:
+def cursors_line(run: Run, step: int, heard: list[JsonObject]) -> bytes:
     """Return the stream's state as a line of `cursors.jsonl`."""
     where = {"step": step, "weights": run.data.manifest.weights}
     return _encode(where | data_state(run, step, heard).to_json())
@@ -70,7 +71,7 @@ def record_cursors(run: Run, step: int, line: bytes) -> None:
         run.journal.event("cursors_not_noted", step, reason=str(error))
 
 
-def small_files(run: Run, step: int, heard: list[dict[str, Any]]) -> dict[str, bytes]:
+def small_files(run: Run, step: int, heard: list[JsonObject]) -> dict[str, bytes]:
     """Return name → content of every file of the checkpoint that is not a tensor file."""
     bound = run.processes.bound.binding
     trainer_state = {

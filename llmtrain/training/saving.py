@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from llmtrain.agreement import captured, from_rank_zero, gathered, on_rank_zero
 from llmtrain.checkpoint import candidates, files, write
@@ -36,7 +35,7 @@ from llmtrain.training.run.guards import check_replicas
 from llmtrain.training.run.run import Flight, Run, Saves, Written
 from llmtrain.training.run_state import cursors_line, gather_parts, record_cursors, small_files
 from llmtrain.training.stop import grace_warning
-from llmtrain.types import Failure, Piece
+from llmtrain.types import Failure, JsonObject, Piece
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
 
 
 def _begin(
-    run: Run, step: int, heard: list[dict[str, Any]]
+    run: Run, step: int, heard: list[JsonObject]
 ) -> tuple[write.OpenSave | write.FailedSave, bytes]:
     """Write small files and headers and make room; if one rank fails, all return Failed.
 
@@ -177,7 +176,7 @@ def _choose_writer(run: Run, step: int) -> Writer | None:
     return saves.writer
 
 
-def short_of_memory(heard: list[dict[str, Any]]) -> list[str]:
+def short_of_memory(heard: list[JsonObject]) -> list[str]:
     """Return the hosts with too little free memory for the copies of all their ranks."""
     hosts = {one["host"] for one in heard}
     needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}

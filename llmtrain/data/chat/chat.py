@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import xxhash
 
@@ -46,6 +46,7 @@ from llmtrain.data.chat.rows import BadRowError, Example, Message
 from llmtrain.data.chat.template import PROBES, Template, Tools, has_template, open_template
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem, UserError
+from llmtrain.types import JsonMapping
 
 
 def truncate(sequence: TokenSequence, limit: int) -> TokenSequence | None:
@@ -104,7 +105,7 @@ class Settings:
     date: what the template's clock says, an ISO date and time
     """
 
-    template_kwargs: Mapping[str, Any]
+    template_kwargs: JsonMapping
     train_turns: Literal["all", "last"]
     too_long: Literal["error", "truncate", "split"]
     rewritten_history: Literal["split", "last", "error"]

@@ -39,6 +39,7 @@ from llmtrain.data.chat.encode import START, longest
 from llmtrain.data.chat.rows import BadRowError, Message
 from llmtrain.data.chat.template import CALLED, TOWN, Tools
 from llmtrain.errors import Problem, UserError
+from llmtrain.types import JsonObject
 
 AUTO = "auto"
 _ANSWERS = ("Certainly, the first.", "Perhaps another one?")
@@ -81,7 +82,7 @@ class EndOfTurn:
         """The ids of all tokens that end a turn."""
         return (self.id, *self.others.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the fields for the manifest; what most templates do not have is left out."""
         found = asdict(self)
         optional = ("others", "after_answer", "after_call")

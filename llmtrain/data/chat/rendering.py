@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import jinja2
@@ -108,8 +110,8 @@ class Conversation:
     def __init__(
         self,
         compiled: jinja2.Template,
-        variables: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any]],
+        variables: JsonMapping,
+        messages: Sequence[JsonMapping],
     ) -> None:
         self.slow = False
         self._compiled = compiled
@@ -183,8 +185,8 @@ class _Loop:
     number: int
     first: int
     written: int
-    variables: dict[str, Any]
-    starts: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+    variables: JsonObject
+    starts: list[tuple[int, list[JsonObject]]] = field(default_factory=list)
     needs: list[int] = field(default_factory=list)
     ended: bool = False
     closed: bool = False
@@ -280,7 +282,7 @@ class _Run:
 
     def turns(
         self,
-        variables: Mapping[str, Any],
+        variables: JsonMapping,
         value: Any,
         number: int,
         read: Sequence[str],
@@ -322,7 +324,7 @@ class _Run:
                 namespace[name] = one
         return _Rounds(value, skipped)
 
-    def _is_before(self, loop: _Loop, number: int, first: int, variables: dict[str, Any]) -> bool:
+    def _is_before(self, loop: _Loop, number: int, first: int, variables: JsonObject) -> bool:
         """Return whether the template has come to a loop with all as it was noted."""
         assert self._noted is not None
         if (loop.number, loop.first, loop.written) != (number, first, self.length):
@@ -383,7 +385,7 @@ class _Run:
             return _Mark("messages", first)
         return value
 
-    def _held(self) -> list[dict[str, Any]]:
+    def _held(self) -> list[JsonObject]:
         """Return what each namespace holds."""
         return [dict(object.__getattribute__(one, "held")) for one in self._namespaces]
 

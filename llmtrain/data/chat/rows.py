@@ -28,8 +28,9 @@ from types import MappingProxyType
 from typing import Any
 
 from llmtrain.errors import Problem, UserError
+from llmtrain.types import JsonMapping, JsonObject
 
-Message = dict[str, Any]
+Message = JsonObject
 
 READING = 2  # of rows: runs that began with another one continue with it
 FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
@@ -115,7 +116,7 @@ class Example:
     """
 
     messages: Sequence[Message]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     text: tuple[str, str] | None = None
     untrained: frozenset[int] = frozenset()
     written: Sequence[Message] = field(default=(), compare=False)
@@ -226,7 +227,7 @@ def contents(example: Example) -> str:
     return "\n".join(message["content"] for message in example.messages)
 
 
-def as_text(row: Mapping[str, Any]) -> str:
+def as_text(row: JsonMapping) -> str:
     """Return a parquet row as one JSON text.
 
     Parquet gives every struct every field, so a field that is None was not there.
@@ -283,21 +284,21 @@ def unread_keys(
                 yield from (f"{name}.{key}" for key in there if key not in known)
 
 
-def _our_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _our_row(row: JsonMapping, columns: Mapping[str, str]) -> JsonObject:
     """Return a row under our names; a column that has another of our names has that one alone."""
     theirs = set(columns.values()) - set(columns)
     ours = {ours: row.get(theirs) for ours, theirs in columns.items()}
     return {**{key: value for key, value in row.items() if key not in theirs}, **ours}
 
 
-def _refuse_masks(named: Mapping[str, Any], what: str, *more: str) -> None:
+def _refuse_masks(named: JsonMapping, what: str, *more: str) -> None:
     for name, value in named.items():
         if name.lower() in (*MASKS, *more) and value is not None:
             why = f"{what} has the key {name!r}, which may say what is trained; "
             raise BadRowError("mask", f"{why}write `train: true` or `false`, or remove it")
 
 
-def _parse(row: Mapping[str, Any], form: str, reading: int) -> Example:
+def _parse(row: JsonMapping, form: str, reading: int) -> Example:
     match form:
         case "messages":
             return _conversation(row, _list(row, "messages"), reading)
@@ -323,9 +324,7 @@ def _parse(row: Mapping[str, Any], form: str, reading: int) -> Example:
     raise AssertionError(form)
 
 
-def _conversation(
-    row: Mapping[str, Any], raw: Sequence[Any], reading: int, prompts: int = 0
-) -> Example:
+def _conversation(row: JsonMapping, raw: Sequence[Any], reading: int, prompts: int = 0) -> Example:
     """Return the conversation of these messages.
 
     prompts: how many of the first messages belong to a prompt, and so are not trained
@@ -355,7 +354,7 @@ def _conversation(
     return Example(messages, tools, None, frozenset(untrained), written)
 
 
-def _one_of(row: Mapping[str, Any], name: str, other: str) -> Any:
+def _one_of(row: JsonMapping, name: str, other: str) -> Any:
     """Return the value of a column that has two names."""
     value = row.get(name)
     if value and row.get(other):
@@ -409,7 +408,7 @@ def _part(raw: Any) -> str:
     return text
 
 
-def _call(raw: Any) -> dict[str, Any]:
+def _call(raw: Any) -> JsonObject:
     function = raw.get("function", raw) if isinstance(raw, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
@@ -441,7 +440,7 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _tools(raw: Any) -> list[dict[str, Any]] | None:
+def _tools(raw: Any) -> list[JsonObject] | None:
     found = _parse_json(raw, "tools")
     if not found:
         return None
@@ -465,7 +464,7 @@ def _of_sharegpt(raw: Any) -> Any:
     return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _of_alpaca(row: Mapping[str, Any], reading: int) -> list[Message]:
+def _of_alpaca(row: JsonMapping, reading: int) -> list[Message]:
     instruction, given = row.get("instruction"), row.get("input")
     if not isinstance(instruction, str):
         raise BadRowError("content", f"instruction is {_show(instruction)}")
@@ -488,7 +487,7 @@ def _of_alpaca(row: Mapping[str, Any], reading: int) -> list[Message]:
     ]
 
 
-def _is_trained(named: dict[str, Any], reading: int = READING) -> bool:
+def _is_trained(named: JsonObject, reading: int = READING) -> bool:
     """Take the keys `train` and `weight` out of a message or a row, and return what they say.
 
     A table of CSV has them as strings.
@@ -504,7 +503,7 @@ def _is_trained(named: dict[str, Any], reading: int = READING) -> bool:
     return train is not False and weight != 0
 
 
-def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+def _list(row: JsonMapping, name: str) -> list[Any]:
     found = _parse_json(row.get(name), name)
     if isinstance(found, dict) and found and all(isinstance(v, list) for v in found.values()):
         # A list of structs, as older releases of `datasets` store it: a struct of lists.
@@ -516,7 +515,7 @@ def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     return found
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> JsonObject:
     try:
         row = _load(text)
     except (ValueError, RecursionError) as error:

@@ -23,6 +23,7 @@ from llmtrain.data.chat.rendering import FAILURES, Conversation, Text, loop_cont
 from llmtrain.data.chat.rows import REASONING, BadRowError, Example, Message
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import first_line
+from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import jinja2
@@ -36,7 +37,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
 }
-Tools = list[dict[str, Any]] | None
+Tools = list[JsonObject] | None
 
 _SPECIAL = (
     *("bos_token", "eos_token", "unk_token", "sep_token"),
@@ -56,7 +57,7 @@ class Template:
     """
 
     sources: Mapping[str, str]
-    variables: Mapping[str, Any]
+    variables: JsonMapping
     date: str
 
     def render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
@@ -113,7 +114,7 @@ def template_tokens(asked: str | None) -> tuple[str, ...]:
     return NAMED.get(asked or "", ())
 
 
-def open_template(directory: Path, kwargs: Mapping[str, Any], date: str) -> Template:
+def open_template(directory: Path, kwargs: JsonMapping, date: str) -> Template:
     """Open the template of a tokenizer's directory.
 
     kwargs: further variables
@@ -139,7 +140,7 @@ def has_template(directory: Path) -> bool:
     return "default" in _sources(directory, _json(directory / "tokenizer_config.json"))
 
 
-def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+def _sources(directory: Path, settings: JsonMapping) -> dict[str, str]:
     file = directory / "chat_template.jinja"
     if file.is_file():
         others = (directory / "additional_chat_templates").glob("*.jinja")
@@ -158,7 +159,7 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     found = json.loads(_text(path))

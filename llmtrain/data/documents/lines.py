@@ -23,8 +23,8 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,6 +36,7 @@ from llmtrain.data.remote.cache import KEPT_BYTES
 from llmtrain.data.remote.fetch import HubFile, web_url
 from llmtrain.data.sources.local import file_format
 from llmtrain.errors import Problem
+from llmtrain.types import JsonMapping, JsonObject
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def end_of_line(kind: str) -> re.Pattern[bytes]:
     return JSON_END if kind == "jsonl" else TEXT_END
 
 
-def decode_line(line: bytes) -> dict[str, Any]:
+def decode_line(line: bytes) -> JsonObject:
     """Return the object of one JSON line. Raises ValueError that says what is wrong."""
     if line.lstrip(BOM + b" \t\r").startswith(b"["):
         raise ValueError(A_LIST)
@@ -69,7 +70,7 @@ def decode_line(line: bytes) -> dict[str, Any]:
 
 
 def fields(
-    row: Mapping[str, Any], text_column: str, id_column: str | None
+    row: JsonMapping, text_column: str, id_column: str | None
 ) -> tuple[bytes | None, bytes | None]:
     """Return text and id of a decoded line, as bytes. Raises ValueError that says what is wrong."""
     if text_column not in row:

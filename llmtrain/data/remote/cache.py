@@ -36,7 +36,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,6 +55,7 @@ from llmtrain.data.remote.fetch import (
 )
 from llmtrain.errors import RunError, UserError
 from llmtrain.system import begin_in_thread
+from llmtrain.types import JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -166,16 +167,16 @@ def answer_path(root: Path, question: Sequence[str | None]) -> Path:
     return root / SOURCES / f"{digest}.json"
 
 
-def load_answer(path: Path) -> dict[str, Any] | None:
+def load_answer(path: Path) -> JsonObject | None:
     """Return the stored answer, or None without a readable one."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        found: JsonObject = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, ValueError):
         return None
     return found
 
 
-def store_answer(path: Path, answer: dict[str, Any]) -> None:
+def store_answer(path: Path, answer: JsonObject) -> None:
     """Store the answer for a first start without a network. A failure is only logged."""
     try:
         write(path, json.dumps(answer).encode())

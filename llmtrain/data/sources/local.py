@@ -32,6 +32,7 @@ import xxhash
 from llmtrain.config.schema import DocumentsConfig, SourceConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_line, harmless
+from llmtrain.types import JsonMapping, JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def _refuse_name(source: DocumentsConfig, root: Path, key: str) -> None:
         raise UserError(Problem(f"{key.rpartition('.')[0]}.name", source.name, expected))
 
 
-def _configs(root: Path, key: str) -> dict[str, Any]:
+def _configs(root: Path, key: str) -> JsonObject:
     if not (root / CARD).is_file():
         return {}
     text = (root / CARD).read_text("utf-8-sig", errors="replace")
@@ -199,7 +200,7 @@ def _saved(directory: Path, key: str) -> list[Path]:
     return files
 
 
-def _read(path: Path, key: str) -> Mapping[str, Any]:
+def _read(path: Path, key: str) -> JsonMapping:
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

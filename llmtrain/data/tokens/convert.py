@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmtrain.types import JsonObject
+
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
 
-Description = dict[str, Any]  # the content of a tokenizer.json
+Description = JsonObject  # the content of a tokenizer.json
 
 # The pattern by which ByteLevel cuts words (`use_regex`); no file contains it.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -151,7 +153,7 @@ def vocabulary(description: Description) -> dict[str, int]:
     return dict(vocab)
 
 
-def added_tokens(description: Description) -> list[dict[str, Any]]:
+def added_tokens(description: Description) -> list[JsonObject]:
     """Return the added tokens, each with its `id`, `content` and other keys."""
     return list(description.get("added_tokens") or ())
 
@@ -240,7 +242,7 @@ def _pattern(description: Description) -> str:
     return str(first["pattern"]["Regex"]) if first["type"] == "Split" else GPT2_PATTERN
 
 
-def _steps(description: Description, part: str) -> list[dict[str, Any]]:
+def _steps(description: Description, part: str) -> list[JsonObject]:
     """Return the steps of a normalizer or pre-tokenizer."""
     found = description.get(part)
     if found is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.manifest import ChatFacts, DataManifest, Source
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import Problem
+from llmtrain.types import JsonMapping
 
 NOTHING: Mapping[str, int] = {}
 REJECTED = "rejected"
@@ -124,7 +125,7 @@ def chat_facts(chat: Chat) -> ChatFacts:
 
     Prompts and completions that are strings need no template; then there is no end of turn.
     """
-    end: Mapping[str, Any] | None = None
+    end: JsonMapping | None = None
     template, arguments = "", "object"
     if chat.has_template:
         end, template, arguments = chat.check().to_json(), chat.digest, chat.arguments

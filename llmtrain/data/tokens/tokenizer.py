@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -52,6 +52,7 @@ from llmtrain.data.tokens.convert import (
     vocabulary,
 )
 from llmtrain.errors import Problem, UserError
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     import tokenizers
@@ -322,7 +323,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _token(ids: dict[str, int], settings: dict[str, Any], name: str) -> int | None:
+def _token(ids: dict[str, int], settings: JsonObject, name: str) -> int | None:
     token = settings.get(name)
     content = token.get("content") if isinstance(token, dict) else token
     return ids.get(content) if isinstance(content, str) else None

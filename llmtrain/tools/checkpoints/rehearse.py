@@ -25,7 +25,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from llmtrain import faults
 from llmtrain.checkpoint import format as form
@@ -36,6 +35,7 @@ from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.tools.launch.launch import has_gpu, launch, plain_launch_problems
+from llmtrain.types import JsonObject
 
 KILL_AT = 6
 TOLERANCE = 1e-5  # of a loss, where sums are computed in another order
@@ -100,7 +100,7 @@ class Rehearsal:
         """Whether nothing differs."""
         return not self.compared.differences
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain checkpoints rehearse --json` prints."""
         rest = {"folder": self.folder and str(self.folder), "seconds": round(self.seconds, 3)}
         found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}

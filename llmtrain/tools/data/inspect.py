@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
@@ -44,7 +43,7 @@ from llmtrain.rundir import contents
 from llmtrain.training.start.data import FewSteps, few_steps
 from llmtrain.training.start.frozen import find_base
 from llmtrain.training.start.prepare import load_manifest, prepare
-from llmtrain.types import NOT_TRAINED
+from llmtrain.types import NOT_TRAINED, JsonObject
 
 FILES = (contents.MANIFEST, "skipped-units.jsonl")
 
@@ -177,7 +176,7 @@ class Inspection:
     rewriting: float | None = None
     few_steps: FewSteps | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `--json` prints."""
         return asdict(self)
 
@@ -248,7 +247,7 @@ def _inspection(
     )
 
 
-def _chat(found: Sequence[Counted]) -> dict[str, Any]:
+def _chat(found: Sequence[Counted]) -> JsonObject:
     """Return the fields of `Inspection` on conversations, of those that were looked at."""
     counts: Counter[str] = Counter()
     for one in found:
@@ -282,7 +281,7 @@ def _estimates(manifest: DataManifest, found: Sequence[Counted], once: Epoch) ->
 
 def _pack(
     manifest: DataManifest, encoder: DocumentEncoder, reader: Reader, wanted: int, epoch_blocks: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Count in the first blocks, and keep the first `wanted` of them to show.
 
     Return the fields of `Inspection` that this fills. A document that begins with the last id of a

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
@@ -37,6 +36,7 @@ from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.inspect import aside
+from llmtrain.types import JsonMapping, JsonObject
 
 MAX_BLOCKS_TO_CHECK = 16_384  # replayed after the step, to reach one whose digest was logged
 _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
@@ -84,7 +84,7 @@ class StepDocuments:
     blocks: int
     documents: tuple[DocumentSpan, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `--json` prints; with `text` only if it was asked for."""
         values = asdict(self)
         for document in values["documents"]:
@@ -163,7 +163,7 @@ def _start_of(run_dir: Path, step: int) -> _Start:
     return next(start for start in reversed(starts) if start.first < step)
 
 
-def _starts(lines: Sequence[Mapping[str, Any]]) -> list[_Start]:
+def _starts(lines: Sequence[JsonMapping]) -> list[_Start]:
     starts: list[_Start] = []
     digests: dict[int, str] = {}
     for line in lines:
@@ -218,9 +218,7 @@ def _state_before(
     return replace(state, next_block=position * blocks_per_step)
 
 
-def _standing(
-    noted: Sequence[dict[str, Any]], record: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _standing(noted: Sequence[JsonObject], record: Sequence[JsonMapping]) -> list[JsonObject]:
     """Return the lines of cursors that no later start has undone by resuming before their step.
 
     A line of cursors is written after the record's line of the same checkpoint, and is matched with

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from llmtrain import system
 from llmtrain.errors import RESTARTABLE, UserError
@@ -34,6 +34,7 @@ from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.failures import Mark, new_since
 from llmtrain.rundir.status import read_status
 from llmtrain.training.stop import LAUNCHED
+from llmtrain.types import JsonMapping
 
 if TYPE_CHECKING:
     import psutil
@@ -146,7 +147,7 @@ def run_child(
 
 
 def judge(
-    status: Mapping[str, Any],
+    status: JsonMapping,
     new_marks: Sequence[Mark],
     code: int,
     *,

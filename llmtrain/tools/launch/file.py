@@ -20,7 +20,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from llmtrain.config.schema import Config
 from llmtrain.config.yaml12 import parse, write
@@ -29,6 +29,7 @@ from llmtrain.distributed.launch.named import SECTIONS, STRATEGIES, example, uns
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import write_output
+from llmtrain.types import JsonObject
 
 _FSDP1 = (
     "fsdp_forward_prefetch",
@@ -253,12 +254,12 @@ def _machines(values: Mapping[str, object], asked: object) -> Iterator[Problem]:
 _ADDRESS = "10.0.0.1"  # of the first machine; to be replaced, as in accelerate_configs/
 
 
-def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str, Any]:
+def launch_values(strategy: str, hardware: Hardware, precision: str) -> JsonObject:
     """Return the values for `accelerate launch`. precision: bf16 or fp32."""
     engine = family(strategy)
     alone = hardware.devices == 1 and engine == "ddp"
     kind = {"ddp": "NO" if alone else "MULTI_GPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind[engine],
         "use_cpu": hardware.cpu,
@@ -294,7 +295,7 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> dict[str
     return values
 
 
-def write_launch_file(path: Path, values: dict[str, Any]) -> bool:
+def write_launch_file(path: Path, values: JsonObject) -> bool:
     """Write the file; return whether it replaced another one. Raises UserError if it cannot be."""
     several = values["num_machines"] > 1
     head = (_SEVERAL if several else _ONE).format(path=path)
@@ -316,7 +317,7 @@ _SEVERAL = """\
 """
 
 
-def _machine_keys(hardware: Hardware, *, alone: bool) -> dict[str, Any]:
+def _machine_keys(hardware: Hardware, *, alone: bool) -> JsonObject:
     """Return the values by which processes find each other."""
     gpus = {} if hardware.cpu or alone else {"gpu_ids": "all"}
     if hardware.nodes > 1:

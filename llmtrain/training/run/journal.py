@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import put_back_status, read_status, write_status
 from llmtrain.training.run.due import Due
-from llmtrain.types import Evaluation, Numbers, Sample
+from llmtrain.types import Evaluation, JsonObject, Numbers, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class Journal:
         self._started = time.perf_counter()
         self._told = 0.0
         self._untold: dict[str, object] = {}
-        self._said: dict[str, Any] = read_status(run_dir) if rank == 0 else {}
+        self._said: JsonObject = read_status(run_dir) if rank == 0 else {}
 
     def keep_files(self) -> None:
         """Open the files that a later start needs, so that `check_directory` can restore them.
@@ -241,7 +240,7 @@ class RunLog:
     journal: Journal
     due: Due
     device: torch.device
-    last_evaluation: dict[str, Any] | None
+    last_evaluation: JsonObject | None
     planned: MemoryPlan | None
     held_before: int
     seconds_at_peak: Callable[[int, int], float | None] = lambda _trained, _real: None

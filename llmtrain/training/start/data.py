@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
@@ -30,7 +29,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
 from llmtrain.training.run.run import DataSide, Processes
 from llmtrain.training.start import prepare
-from llmtrain.types import Ranks
+from llmtrain.types import JsonMapping, Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +124,7 @@ def with_steps(
     return config
 
 
-def _steps_of(training: TrainingConfig, counted: Mapping[str, Any]) -> int:
+def _steps_of(training: TrainingConfig, counted: JsonMapping) -> int:
     """Return the number of steps of `training.epochs`. counted: the fields of `Epoch`
 
     Whole epochs of conversations end with the data, where the last lane ends; a part of them has
@@ -164,7 +163,7 @@ class FewSteps:
 
 def few_steps(
     training: TrainingConfig,
-    counted: Mapping[str, Any],
+    counted: JsonMapping,
     manifest: DataManifest,
     processes: int = 1,
 ) -> FewSteps | None:
@@ -191,7 +190,7 @@ def few_steps(
     return FewSteps(steps, round(tokens), epochs, " ".join(found))
 
 
-def _least_blocks(counted: Mapping[str, Any], manifest: DataManifest) -> float:
+def _least_blocks(counted: JsonMapping, manifest: DataManifest) -> float:
     """Return the least number of blocks of a pass, however many passes there are.
 
     Documents that share blocks may fill them better with each further pass, at most up to the last
@@ -213,9 +212,7 @@ def _refuse_shorter(config: Config, found: ResumePoint | None) -> None:
         raise UserError(Problem(key, value, expected))
 
 
-def _refuse_without_data(
-    config: Config, counted: Mapping[str, Any], found: ResumePoint | None
-) -> None:
+def _refuse_without_data(config: Config, counted: JsonMapping, found: ResumePoint | None) -> None:
     """Raise UserError for a fresh run that would end before the first block with a document."""
     if config.training.epochs is None or found is not None or not counted.get("passes"):
         return
