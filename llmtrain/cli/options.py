@@ -46,7 +46,7 @@ class _Completes:
         return params
 
 
-def _as_it_is(ctx: Any, value: Any) -> Any:
+def _as_it_is(ctx: object, value: object) -> Any:
     return value
 
 

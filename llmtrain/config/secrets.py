@@ -186,7 +186,7 @@ def _parameter(found: re.Match[str]) -> str:
     return HIDDEN if is_secret_name(found[1]) else found[0]
 
 
-def hidden(value: Any, hide: Hide, name: str = "") -> Any:
+def hidden(value: object, hide: Hide, name: str = "") -> Any:
     """Return a copy of plain data in which secrets are hidden, by `hide` and by their names."""
     if isinstance(value, Mapping):
         return {key: hidden(inner, hide, str(key)) for key, inner in value.items()}

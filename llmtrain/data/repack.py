@@ -289,7 +289,7 @@ def _row(path: Path, number: int, line: bytes) -> JsonObject:
     return {str(k): v for k, v in _clean(row).items()} if odd else row
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: object) -> Any:
     """Replace what is not UTF-8, as reading for training does."""
     match value:
         case str():

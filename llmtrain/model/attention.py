@@ -104,7 +104,7 @@ def rope_change(model: PreTrainedModel) -> tuple[str, int] | None:
     return min(found, key=lambda one: one[1], default=None)
 
 
-def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+def _ropes(config: object) -> Iterator[Mapping[str, Any]]:
     """Yield the parameters of each rope: a model may have one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:

@@ -51,7 +51,7 @@ def model_config(
     return config
 
 
-def build(config: Any, asked: ModelConfig, base: Base | None) -> PreTrainedModel:
+def build(config: object, asked: ModelConfig, base: Base | None) -> PreTrainedModel:
     """Return the model with the weights of `base`, or with random ones where it is None.
 
     Random weights use torch's global generator. Raises UserError for weights that do not fit, and
@@ -80,14 +80,14 @@ def stored_config(checkpoint: Path) -> Any:
     return _without_code(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
 
 
-def rebuild(config: Any, asked: ModelConfig) -> PreTrainedModel:
+def rebuild(config: object, asked: ModelConfig) -> PreTrainedModel:
     """Return a model of this config with random weights. A checkpoint may be read into it later."""
     model = from_config(config)
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
 
 
-def skeleton(config: Any, asked: ModelConfig) -> PreTrainedModel:
+def skeleton(config: object, asked: ModelConfig) -> PreTrainedModel:
     """Return the same model on meta, for a rank that receives its weights from another rank."""
     return _set_up(on_meta(config), asked)
 
@@ -150,7 +150,7 @@ def _refuse_other_form(model: PreTrainedModel, base: Base) -> None:
     raise UserError(Problem(KEY, base, f"weights in the form of their config; {said}", remedy))
 
 
-def _read(config: Any, base: Base) -> PreTrainedModel:
+def _read(config: object, base: Base) -> PreTrainedModel:
     """Return the model of a config with the weights of `base`, in fp32."""
     from safetensors import SafetensorError
 
@@ -203,7 +203,7 @@ def weights_config(base: Base) -> Any:
     return _without_code(config)
 
 
-def _without_code(config: Any) -> Any:
+def _without_code(config: object) -> Any:
     """Return a config without the names of code of its own, which is never run."""
     vars(config).pop("auto_map", None)
     return config

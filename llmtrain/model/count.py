@@ -60,7 +60,7 @@ class CannotCountError(Exception):
 
 
 def count_saved(
-    model_config: Any,
+    model_config: object,
     seq_len: int,
     arithmetic: str,
     checkpointing: str,
@@ -104,7 +104,7 @@ def _fields(value: object) -> object:
 
 
 def _count(
-    model_config: Any,
+    model_config: object,
     seq_len: int,
     arithmetic: str,
     checkpointing: str,
@@ -162,7 +162,7 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
     )
 
 
-def _model(described: Any, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
+def _model(described: object, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
     """Return the model as a run trains it.
 
     name: the name of its attention.

@@ -54,7 +54,7 @@ Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
 def describe_parameters(
-    model_config: Any,
+    model_config: object,
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
     new_tokens: Sequence[int] = (),
@@ -83,7 +83,7 @@ def describe_parameters(
     return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
-def on_meta(model_config: Any) -> PreTrainedModel:
+def on_meta(model_config: object) -> PreTrainedModel:
     """Return the model on meta, which has shapes, names and ties but no storage.
 
     Raises UserError for a config that transformers accepts but cannot build a model from.
@@ -118,7 +118,7 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def from_config(model_config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def from_config(model_config: object, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model with random weights from torch's global generator."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         model_config, dtype=dtype, trust_remote_code=False
@@ -210,14 +210,14 @@ def _used(model: PreTrainedModel, cast: set[int]) -> dict[int, float]:
     return found
 
 
-def _chosen(described: Any, weight: nn.Parameter) -> float:
+def _chosen(described: object, weight: nn.Parameter) -> float:
     """Return the share of the experts that a token is sent to; 1 if the config does not say."""
     chosen, experts = _first_number(described, _CHOSEN), _first_number(described, _EXPERTS)
     experts = experts or weight.shape[0]
     return min(1.0, chosen / experts) if chosen else 1.0
 
 
-def _first_number(described: Any, names: Sequence[str]) -> int:
+def _first_number(described: object, names: Sequence[str]) -> int:
     values = (getattr(described, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
 

@@ -196,7 +196,7 @@ class Line(JsonMapping):
         self._kind = kind
         self._number = number
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return a field, or what is given if there is none of that name."""
         column = self._kind.columns.get(name)
         if column is not None and (value := column[self._number]) == value:  # not NaN

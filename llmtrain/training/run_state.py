@@ -117,7 +117,7 @@ def model_files(model: Any, adapter: Mapping[str, bytes] | None = None) -> dict[
     return files
 
 
-def _encode(value: Any) -> bytes:
+def _encode(value: object) -> bytes:
     return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 

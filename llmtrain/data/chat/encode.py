@@ -66,7 +66,7 @@ class Control:
     special: re.Pattern[str]
     every: re.Pattern[str]
 
-    def find(self, messages: Iterable[Message], tools: Any) -> str | None:
+    def find(self, messages: Iterable[Message], tools: object) -> str | None:
         """Return a control token or a mark in messages and tools; None if they have none."""
         for message in messages:
             for name, value in message.items():
@@ -78,7 +78,7 @@ class Control:
         return next((found.group() for found in matches if found), None)
 
     def mark(
-        self, messages: Iterable[Message], tools: Any, *, special: bool
+        self, messages: Iterable[Message], tools: object, *, special: bool
     ) -> tuple[list[Message], Any]:
         """Return messages and tools with marks around control tokens.
 
@@ -116,7 +116,7 @@ def unmark(text: str) -> str:
     return text.translate(_REMOVE) if START in text or END in text else text
 
 
-def without_marks(value: Any) -> Any:
+def without_marks(value: object) -> Any:
     """Remove all marks from every string in messages or tools."""
     return _change_texts(value, unmark)
 
@@ -147,7 +147,7 @@ def _marker(pattern: re.Pattern[str]) -> Callable[[str], str]:
     return lambda text: pattern.sub(rf"{START}\g<0>{END}", unmark(text))
 
 
-def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _change_texts(value: object, change: Callable[[str], str]) -> Any:
     """Return a value with every string in it changed, keys excepted."""
     match value:
         case str():
@@ -159,7 +159,7 @@ def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     match value:
         case str():
             yield value

@@ -261,7 +261,7 @@ class _Run:
 
             raise TemplateRuntimeError(f"it loops more than {self._limit:,} times")
 
-    def over(self, value: Any) -> Any:
+    def over(self, value: object) -> Any:
         """Return what a loop runs over, so that its rounds are counted."""
         if isinstance(value, list | tuple | dict | str):
             self.tick(len(value))
@@ -355,7 +355,7 @@ class _Run:
         if loop.needs:
             loop.needs[-1] = max(loop.needs[-1], count)
 
-    def first_of(self, value: Any) -> int | None:
+    def first_of(self, value: object) -> int | None:
         """Return the n of which a value is the list `messages[n:]`; None if it is none."""
         if value is self.messages:
             return 0
@@ -594,7 +594,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) in _PLAIN and bool(one == other)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Return whether a value never changes, and holds none that does."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))

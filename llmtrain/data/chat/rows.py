@@ -362,7 +362,7 @@ def _one_of(row: JsonMapping, name: str, other: str) -> Any:
     return value or row.get(other)
 
 
-def _message(raw: Any, reading: int) -> Message:
+def _message(raw: object, reading: int) -> Message:
     if not isinstance(raw, dict):
         raise BadRowError("messages", f"a message is {_show(raw)}, not an object")
     message = {name: value for name, value in raw.items() if value is not None}
@@ -391,7 +391,7 @@ def _message(raw: Any, reading: int) -> Message:
     return message
 
 
-def _content(raw: Any, role: str) -> str:
+def _content(raw: object, role: str) -> str:
     if isinstance(raw, str):
         return raw
     if isinstance(raw, list):
@@ -399,7 +399,7 @@ def _content(raw: Any, role: str) -> str:
     raise BadRowError("content", f"the content of a message ({role}) is {_show(raw)}")
 
 
-def _part(raw: Any) -> str:
+def _part(raw: object) -> str:
     if isinstance(raw, str):
         return raw
     text = raw.get("text") if isinstance(raw, dict) and raw.get("type", "text") == "text" else None
@@ -431,16 +431,16 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _meant(arguments: Any) -> Any:
+def _meant(arguments: object) -> Any:
     """Return what the arguments of a call mean, which may be a string of JSON."""
     return _parse_json(arguments, "arguments") if arguments else {}
 
 
-def _as_json(value: Any) -> str:
+def _as_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _tools(raw: Any) -> list[JsonObject] | None:
+def _tools(raw: object) -> list[JsonObject] | None:
     found = _parse_json(raw, "tools")
     if not found:
         return None
@@ -451,7 +451,7 @@ def _tools(raw: Any) -> list[JsonObject] | None:
     return tools
 
 
-def _of_sharegpt(raw: Any) -> Any:
+def _of_sharegpt(raw: object) -> Any:
     if not isinstance(raw, dict):
         return raw
     said = raw.get("from", raw.get("role"))
@@ -525,7 +525,7 @@ def _object(text: str) -> JsonObject:
     return row
 
 
-def _parse_json(value: Any, name: str) -> Any:
+def _parse_json(value: object, name: str) -> Any:
     """Return what a string of JSON means, and any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -543,7 +543,7 @@ def _load(text: str) -> Any:
     return value
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     if isinstance(value, Mapping):
         return {k: _without_none(one) for k, one in value.items() if one is not None}
     return [_without_none(one) for one in value] if isinstance(value, list) else value

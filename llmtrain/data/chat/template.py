@@ -173,7 +173,7 @@ def _text(path: Path) -> str:
         raise UserError(Problem("chat.template", path, f"text in UTF-8 ({error})")) from error
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
@@ -280,12 +280,12 @@ def _sandbox() -> type[ImmutableSandboxedEnvironment]:
                 raise SecurityError(f"a power of more than {_MOST_BITS:,} bits")
             return super().call_binop(context, operator, left, right)
 
-        def getattr(self, obj: Any, attribute: str) -> Any:
+        def getattr(self, obj: object, attribute: str) -> Any:
             if type(obj) is dict and attribute in obj and attribute not in own:
                 return obj[attribute]
             return super().getattr(obj, attribute)
 
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
             key = type(obj), attr  # neither the object nor the value decides
             if key not in known:
                 known[key] = super().is_safe_attribute(obj, attr, value)
@@ -311,7 +311,7 @@ def _namespaces() -> type[Namespace]:
             for name, value in dict(*args, **kwargs).items():
                 self[name] = value
 
-        def __setitem__(self, name: str, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             if isinstance(name, str) and name.startswith("_"):
                 raise SecurityError(f"a namespace has no attribute {name!r}")
             object.__getattribute__(self, "held")[name] = value
@@ -321,7 +321,7 @@ def _namespaces() -> type[Namespace]:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

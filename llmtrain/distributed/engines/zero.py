@@ -275,7 +275,7 @@ def held_before(model: Module, optimizer: torch.optim.Optimizer) -> HeldWeights:
     return HeldWeights(parameters, trained, buffers, values)
 
 
-def held_after(held: HeldWeights, optimizer: Any) -> HeldWeights:
+def held_after(held: HeldWeights, optimizer: object) -> HeldWeights:
     """Copy the exact weights into DeepSpeed's masters, which it made from rounded ones."""
     frozen = {}
     for name, parameter in held.parameters.items():
@@ -292,7 +292,7 @@ def held_after(held: HeldWeights, optimizer: Any) -> HeldWeights:
     return replace(held, frozen=frozen)
 
 
-def engine_kind(optimizer: Any) -> Kind:
+def engine_kind(optimizer: object) -> Kind:
     """Return which of DeepSpeed's optimizers it is, by the attribute that holds its masters."""
     return next((one for one, name in _MASTERS.items() if name in vars(optimizer)), "fragments")
 
@@ -318,7 +318,7 @@ def create_state(optimizer: Any) -> None:
 
 def pieces(
     held: HeldWeights,
-    optimizer: Any,
+    optimizer: object,
     spec: Spec,
     *,
     writing: bool,
@@ -349,7 +349,7 @@ def pieces(
                 yield from _frozen(held, name, parameter, writing=writing)
 
 
-def share_pieces(held: HeldWeights, optimizer: Any, spec: Spec) -> Iterator[Piece]:
+def share_pieces(held: HeldWeights, optimizer: object, spec: Spec) -> Iterator[Piece]:
     """Yield `pieces` for writing; frozen parameters that all ranks have in fp32 are shared out."""
     same = frozenset(
         name
@@ -386,7 +386,7 @@ def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Pi
     return Piece(name, start, partition.detach()[:count])
 
 
-def _frozen(held: HeldWeights, name: str, parameter: Any, *, writing: bool) -> Iterator[Piece]:
+def _frozen(held: HeldWeights, name: str, parameter: object, *, writing: bool) -> Iterator[Piece]:
     """Yield this rank's range of a frozen parameter.
 
     In stage 3 every rank has its own range. In stages 1 and 2 every rank has the whole parameter,
@@ -414,7 +414,7 @@ def _copy_of(parameter: Any) -> tuple[int, Tensor]:
     return start, parameter.ds_tensor.detach()[:count]
 
 
-def _is_split(parameter: Any) -> bool:
+def _is_split(parameter: object) -> bool:
     """Whether stage 3 has split a parameter over the ranks: it then has the attribute ds_tensor."""
     return hasattr(parameter, "ds_tensor")
 
@@ -501,7 +501,7 @@ class DeepSpeedEngine(Engine):
         renew_copies(self._zero)
 
 
-def gather_unseen(offload: Any) -> None:
+def gather_unseen(offload: object) -> None:
     """Hide the operations of stage 3 from torch's dispatch modes.
 
     Selective activation checkpointing records every operation of a block in such a mode, and
@@ -515,7 +515,7 @@ def gather_unseen(offload: Any) -> None:
 
 
 @contextmanager
-def overflowing(optimizer: Any) -> Iterator[None]:
+def overflowing(optimizer: object) -> Iterator[None]:
     """Make DeepSpeed's optimizer skip a step in this context, as it does at an overflow.
 
     Gradients are dropped; weights, moments and counts do not change. It replaces private names of

@@ -409,7 +409,7 @@ def why_apart(config: Any, seq_len: int) -> str:
     return _known[key]
 
 
-def _tried(config: Any, seq_len: int) -> str:
+def _tried(config: object, seq_len: int) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = small_model(config)
