@@ -1,4 +1,4 @@
-"""Makes batches, one per step, from the blocks of one rank, which torch's DataLoader reads ahead.
+"""Makes batches, one per step, from the blocks of one rank, which workers read ahead.
 
 A worker is a virtual rank: worker j of K on rank r acts as rank r + W·j of W·K. A block is taken
 from each in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0):
@@ -7,20 +7,17 @@ from each in turn, which gives this rank's blocks in order (W = 2, K = 2, rank 0
     worker 1 (virtual rank 2 of 4)       2       6       10
     rank 0                           0   2   4   6   8   10 …
 
-Several blocks are sent between processes at once, since torch's loader costs 0.1 ms per transfer.
-The trap: blocks are numpy arrays, because each tensor would cost a file descriptor.
+Several blocks are sent between processes at once, since a transfer costs more than its bytes. The
+trap: nothing here imports torch, which would triple the memory of a worker.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
@@ -29,9 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import signal_handling
 
 from llmtrain import faults, system
 from llmtrain.data.batches import batch_of
@@ -42,14 +36,7 @@ from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.survey import differing_tokenizer
 from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
-from llmtrain.data.workers import (
-    Asked,
-    Failed,
-    Workers,
-    carry,
-    hold_signals,
-    start_worker,
-)
+from llmtrain.data.workers import Asked, Failed, Workers
 from llmtrain.errors import raise_any
 from llmtrain.types import Batch
 
@@ -59,17 +46,15 @@ PREFETCH_BYTES = 64 << 20
 MIN_PREFETCH = 8
 ITEM_BLOCKS = 32
 ITEM_BYTES = 1 << 18
-PIPE_BYTES = 1 << 18
 TIMEOUT_SHARE = 0.8  # of the peers' timeout; the network's retries give up before, at 0.75
 
 
 @dataclass(eq=False)
-class Blocks(IterableDataset[Block | list[Block | Failed]]):
+class Blocks:
     """The endless blocks of one virtual rank: g ≡ first (mod step), in order.
 
     Each lane with one of these blocks is opened, and its blocks for other ranks are discarded.
 
-    item_blocks: how many a worker sends at once; without workers they come one by one
     encoder: that of the manifest, checked; None = it is opened and checked, as in every worker
     """
 
@@ -83,15 +68,7 @@ class Blocks(IterableDataset[Block | list[Block | Failed]]):
     reading: Reading
     stop: Stopping | None = None
     asked: Asked = field(default_factory=partial(Asked, 1))
-    item_blocks: int = 1
     encoder: DocumentEncoder | None = None
-
-    def __iter__(self) -> Iterator[Block | list[Block | Failed]]:
-        worker = get_worker_info()
-        if worker is None:
-            return self.virtual(0, 1)
-        blocks = self.virtual(worker.id, worker.num_workers)
-        return carry(blocks, worker.id, self.item_blocks)
 
     def virtual(self, worker: int, workers: int) -> Iterator[Block]:
         """Yield the blocks of worker number `worker` of `workers`. Errors name the last unit."""
@@ -126,9 +103,17 @@ class Stream(Iterator[Batch]):
         self._stop = stop
         self._g = blocks.next_block + blocks.rank
         self._running = _lanes_of(self._g, blocks.world_size, blocks.manifest.lanes)
-        # In this process the loader would only add its own 60 µs a block.
-        items = _start(blocks, blocks_per_step, workers, stop) if workers else blocks.virtual(0, 1)
-        self._items: Iterator[Block | Failed] | None = items
+        self._items: Iterator[Block | Failed] | None = blocks.virtual(0, 1)
+        if workers:
+            own = blocks_per_step // blocks.world_size
+            size = item_blocks(blocks.manifest, own, workers)
+            self._items = Workers(
+                [partial(blocks.virtual, worker, workers) for worker in range(workers)],
+                blocks.asked,
+                size,
+                prefetch_factor(blocks.manifest, own, workers, size),
+                TIMEOUT_SHARE * blocks.reading.timeout_seconds,
+            )
 
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -216,7 +201,6 @@ def open_stream(
         reading=reading,
         stop=stop,
         asked=Asked(workers),
-        item_blocks=item_blocks(manifest, blocks_per_step // world_size, workers),
         encoder=None if workers else encoder,
     )
     return Stream(blocks, blocks_per_step, workers, stop)
@@ -228,48 +212,10 @@ def discard_factor(world_size: int, workers: int, lanes: int) -> int:
     return processes // gcd(processes, lanes)
 
 
-def identity(item: Any) -> Any:
-    """Return the item: torch's own collate function would make tensors of the arrays."""
-    return item
-
-
 def _lanes_of(g: int, world_size: int, lanes: int) -> set[int]:
     """Return the lanes that blocks g, g + W, g + 2W … are in."""
     step = gcd(world_size, lanes)
     return set(range(g % step, lanes, step))
-
-
-def _start(blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> Workers:
-    timeout = TIMEOUT_SHARE * blocks.reading.timeout_seconds
-    loader = DataLoader(
-        blocks,
-        batch_size=None,
-        collate_fn=identity,
-        # Its own: otherwise an iterator draws a number from torch's global generator.
-        generator=torch.Generator(),
-        num_workers=workers,
-        multiprocessing_context="spawn",
-        persistent_workers=True,
-        prefetch_factor=prefetch_factor(
-            blocks.manifest, blocks_per_step // blocks.world_size, workers, blocks.item_blocks
-        ),
-        timeout=timeout,
-        worker_init_fn=start_worker,
-    )
-    with hold_signals():
-        items: Any = iter(loader)
-    # Torch's handler of SIGCHLD would raise at any line of the main thread, see workers.py.
-    signal_handling._remove_worker_pids(id(items))  # type: ignore[attr-defined]  # of torch._C
-    items._worker_pids_set = False
-    _widen(items._data_queue._writer.fileno())
-    return Workers(items, blocks.asked, stop, timeout)
-
-
-def _widen(pipe: int) -> None:
-    """Enlarge the pipe for a whole item, so that neither reader nor writer has to wait."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # over this user's limit: it is only slower
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def item_blocks(manifest: DataManifest, blocks_per_step: int, workers: int) -> int:

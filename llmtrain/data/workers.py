@@ -1,32 +1,38 @@
-"""Starts and ends data workers, and turns each kind of failure into one error.
+"""Starts and ends data workers: processes that read ahead, each with a pipe of its own.
+
+    worker   makes blocks ─►  a queue of `ahead` items ─►  a thread that sends  ─►  its pipe
+    rank     waits for the pipe of the worker whose turn it is, and for the end of any worker
+
+Each kind of failure becomes one error:
 
     raises        its last item has the error, with the traceback and the unit
-    dies          a thread waits for this, whatever the main thread is doing: it ends the other
-                  workers and closes the pipe, so that a reader that waits for an item wakes up
-    is silent     the loader gives up after 0.8 of the peers' timeout
+    dies          its sentinel wakes the rank, and its pipe ends, even within a message
+    is silent     the rank gives up after 0.8 of the peers' timeout
 
-The trap: torch's own handler of SIGCHLD raises at any line of the main thread. And a worker that is
-killed while it writes leaves half a message, and a reader waits for the rest. So torch's handler
-has to forget these workers, and the end of the pipe wakes the reader.
+Only a worker can write to its pipe, so half a message of one that was killed is followed by the end
+of the pipe. Workers are always killed: nothing that they write to disk needs more than a rename.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Final, TypeAlias
+from queue import Queue
+from typing import Final, TypeAlias
 
 from llmtrain import faults, system
 from llmtrain.data.lanes import Block
@@ -40,10 +46,11 @@ IGNORED_SIGNALS: Final = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-CLOSE_SECONDS: Final = 2.0
+PIPE_BYTES: Final = 1 << 18
 CONTINUES: Final = "the same command continues from the newest checkpoint"
 _NAME_BYTES: Final = 256
 Failed: TypeAlias = UserError | RunError  # the last entry of a worker's last item
+Make: TypeAlias = Callable[[], Iterator[Block]]
 
 
 class Asked:
@@ -69,10 +76,7 @@ class Asked:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Block signals while processes are started, which inherit this until `start_worker`.
-
-    `start_worker` runs seconds after the process has begun, since torch is imported first.
-    """
+    """Block signals while processes are started, which inherit this until `start_worker`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
@@ -80,7 +84,7 @@ def hold_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_worker(worker_id: int) -> None:
+def start_worker() -> None:
     """Set up a new worker: ignore signals, which the rank handles, and die with the rank."""
     faults.install(os.environ)
     for number in IGNORED_SIGNALS:
@@ -91,10 +95,28 @@ def start_worker(worker_id: int) -> None:
         os._exit(1)
 
 
-def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
-    """Yield items of `size` blocks in a worker, without `spans`, which the trainer does not need.
+def work(make: Make, worker: int, size: int, ahead: int, pipe: connection.Connection) -> None:
+    """Send the blocks of a worker, `size` at once; `ahead` items may wait. Does not return."""
+    start_worker()
+    items: Queue[list[Block | Failed]] = Queue(ahead)
+    threading.Thread(target=_send, args=(items, pipe), daemon=True).start()
+    for item in carry(make(), worker, size):
+        items.put(item)
+    threading.Event().wait()  # the last item may still be sent; the rank ends this process
 
-    An error is the last entry of the last item. If it were raised, torch would lose its details.
+
+def _send(items: Queue[list[Block | Failed]], pipe: connection.Connection) -> None:
+    try:
+        while True:
+            pipe.send(items.get())
+    except OSError:  # the rank has ended
+        os._exit(1)
+
+
+def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
+    """Yield items of `size` blocks, without `spans`, which the trainer does not need.
+
+    An error is the last entry of the last item.
     """
     item: list[Block | Failed] = []
     try:
@@ -122,115 +144,76 @@ def _in_words(problem: Problem) -> Problem:
 class Workers(Iterator[Block | Failed]):
     """The blocks of worker processes, one of each in turn. Errors say how a worker ended.
 
-    Torch gives the workers' items in turn, too; blocks of an item that are not due yet are kept
-    here.
+    Blocks of an item that are not due yet are kept here.
     """
 
-    def __init__(self, items: Any, asked: Asked, stop: Any, timeout_seconds: float) -> None:
-        """Watch the workers of `items`, a `_MultiProcessingDataLoaderIter`.
-
-        Torch's handler of SIGCHLD must have forgotten them.
-        """
-        self.processes: list[BaseProcess] = list(items._workers)
-        self._items: Any | None = items
+    def __init__(
+        self, makes: Sequence[Make], asked: Asked, size: int, ahead: int, timeout_seconds: float
+    ) -> None:
+        """Start a worker for each of `makes`, which are sent there. size, ahead: as in `work`."""
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[connection.Connection] = []
+        self.timeout_seconds = timeout_seconds
         self._asked = asked
-        self._stop = stop
-        self._timeout_seconds = timeout_seconds
         self._turn = 0
-        self._held: list[deque[Block | Failed]] = [deque() for _ in self.processes]
-        self._fate = _Fate()
-        # The thread must not refer to `items`: without references, torch ends its workers.
-        arguments = (self.processes, items._data_queue._writer, self._fate)
-        self._thread = threading.Thread(target=_watch, args=arguments, daemon=True)
-        self._thread.start()
+        self._held: list[deque[Block | Failed]] = [deque() for _ in makes]
+        context = multiprocessing.get_context("spawn")
         # Workers ignore SIGTERM, so `multiprocessing` would wait without end at the exit.
-        self._at_exit = partial(_kill, self.processes)
-        atexit.register(self._at_exit)
+        atexit.register(self.close)
+        with hold_signals():
+            for worker, make in enumerate(makes):
+                pipe, theirs = context.Pipe(duplex=False)
+                with theirs:
+                    _widen(theirs)
+                    arguments = (make, worker, size, ahead, theirs)
+                    process = context.Process(target=work, args=arguments, daemon=True)
+                    process.start()
+                self.processes.append(process)
+                self.pipes.append(pipe)
 
     def __next__(self) -> Block | Failed:
         """Return the next block. Raises RunError (75) if a worker died or sent nothing in time."""
-        if self._fate.dead is not None:
-            raise self._death()
-        assert self._items is not None, "the stream is closed"
         held = self._held[self._turn]
         if not held:
+            pipe = self.pipes[self._turn]
+            sentinels = [process.sentinel for process in self.processes]
+            ready = connection.wait([pipe, *sentinels], self.timeout_seconds)
+            if not ready:
+                what = f"sent nothing for {self.timeout_seconds:.0f} s"
+                raise self._failure(self._turn, what, CONTINUES)
             try:
-                held.extend(next(self._items))
-            except (RuntimeError, OSError, EOFError) as error:
-                raise self._explain(error) from error
+                if any(sentinel in ready for sentinel in sentinels):
+                    raise EOFError
+                held.extend(pipe.recv())
+            except (EOFError, OSError) as error:  # the pipe ends within a message
+                raise self._death() from error
         self._turn = (self._turn + 1) % len(self._held)
         return held.popleft()
 
     def close(self) -> None:
         """End the workers, even those that hang. It may be called twice."""
-        items, self._items = self._items, None
-        if items is None:
-            return
-        self._fate.closing = True
-        if self._fate.dead is None and not self._fate.silent:
-            _end_gently(items, self._stop, self.processes)
-        else:
-            # A worker that was killed may have held the lock of an event: use no event.
-            items._shutdown = True
-            _kill(self.processes)
+        atexit.unregister(self.close)
         for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
             process.join()
-        self._thread.join()
-        atexit.unregister(self._at_exit)
-
-    def _explain(self, error: Exception) -> Exception:
-        if not _has_ended(self.processes) and "timed out" in str(error):
-            self._fate.silent = True
-            silence = f"sent nothing for {self._timeout_seconds:.0f} s"
-            return self._failure(self._turn, silence, CONTINUES)
-        if _has_ended(self.processes):
-            self._thread.join()  # it is about to set which worker ended, and how
-            return self._death()
-        return error
+            pipe.close()
 
     def _death(self) -> RunError:
-        assert self._fate.dead is not None
-        worker, exit_code = self._fate.dead
+        """Return how the first worker ended that is not there."""
+        sentinels = [process.sentinel for process in self.processes]
+        worker = sentinels.index(next(s for s in sentinels if s in connection.wait(sentinels)))
+        process = self.processes[worker]
+        process.join()
         remedy = CONTINUES
-        if exit_code == -signal.SIGKILL:
+        if process.exitcode == -signal.SIGKILL:
             remedy += "; if the machine was short of memory, with a smaller data.workers"
-        return self._failure(worker, _end(exit_code), remedy)
+        return self._failure(worker, _end(process.exitcode), remedy)
 
     def _failure(self, worker: int, what: str, remedy: str) -> RunError:
         pid, unit = self.processes[worker].pid, self._asked.read(worker)
         message = f"data worker {worker} (pid {pid}) {what}; its last unit: {unit}"
         return RunError(message, RESTARTABLE, remedy)
-
-
-class _Fate:
-    """State that the watching thread and the main thread share.
-
-    dead: the first worker that ended by itself, and its exit code as `multiprocessing` has it
-    """
-
-    def __init__(self) -> None:
-        self.closing = False
-        self.silent = False
-        self.dead: tuple[int, int | None] | None = None
-
-
-def _watch(processes: list[BaseProcess], writer: Any, fate: _Fate) -> None:
-    """Wait for the first worker that ends; then end the others, and wake the reader of their pipe.
-
-    The pipe ends once nobody can write to it: neither the workers nor this process.
-    """
-    ended = connection.wait([process.sentinel for process in processes])
-    if fate.closing:
-        return
-    first = next(i for i, process in enumerate(processes) if process.sentinel in ended)
-    processes[first].join()
-    fate.dead = (first, processes[first].exitcode)
-    _kill(processes)
-    writer.close()
-
-
-def _has_ended(processes: list[BaseProcess]) -> bool:
-    return bool(connection.wait([process.sentinel for process in processes], timeout=0))
 
 
 def _end(exit_code: int | None) -> str:
@@ -242,17 +225,8 @@ def _end(exit_code: int | None) -> str:
     return f"was killed by signal {name}{reason}"
 
 
-def _end_gently(items: Any, stop: Any, processes: list[BaseProcess]) -> None:
-    stop.set()
-    late = threading.Timer(CLOSE_SECONDS, _kill, [processes])
-    late.start()
-    try:
-        items._shutdown_workers()
-    finally:
-        late.cancel()
-
-
-def _kill(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+def _widen(pipe: connection.Connection) -> None:
+    """Enlarge the pipe for a whole item, so that neither reader nor writer has to wait."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # over this user's limit: it is only slower
+            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -31,7 +31,6 @@ TOP_LEVEL: dict[str, set[str]] = {
     "hashing": {"numpy"},
     "config": {"pydantic", "pydantic_core", "yaml"},
     "data": {"numpy", "pyarrow", "xxhash"},
-    "data.stream": {"numpy", "xxhash", "torch"},
     "model": {"torch", "transformers"},
     "model.attention": {"torch", "transformers", "numpy"},
     "torch_private": {"torch"},

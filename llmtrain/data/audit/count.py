@@ -131,13 +131,15 @@ def count_documents(
     each = limit and -(-limit // len(formats))
     parts = [counter.count(units, each) for units in formats.values()]
     exact = all(part[0] for part in parts)
-    whole, training = (sum(part[n] for part in parts).tolist() for n in (1, 2))
-    hashes, dropped = counter.hashes, whole[3]
+    whole = np.sum([part[1] for part in parts], axis=0).tolist()
+    training = np.sum([part[2] for part in parts], axis=0).tolist()
+    hashes, (dropped, replaced) = counter.hashes, whole[3:]
     return Counted(
         exact,
         Amount(*whole[:3]),
         Amount(*training[:3]),
-        *whole[3:],
+        dropped,
+        replaced,
         looked_at=len(hashes) + (round(dropped) if exact else 0),
         duplicates=len(hashes) - len(np.unique(hashes)),
         lengths=counter.lengths,
@@ -164,7 +166,7 @@ def epoch(
     for k, source in enumerate(manifest.sources):
         if source.cached:
             stream = token_cache.training_stream(source, manifest.seed)
-            own = stream.num_documents, stream.tokens
+            own: tuple[float, float] = stream.num_documents, stream.tokens
         else:
             chat = state is not None and source.form is not None
             most = COUNTED_CHAT_BYTES if chat else COUNTED_BYTES

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -375,7 +375,7 @@ class _Run:
         from jinja2 import Undefined
         from jinja2.runtime import Macro
 
-        if isinstance(value, self._environment.globals["namespace"]):
+        if isinstance(value, cast("type", self._environment.globals["namespace"])):
             return _Mark("namespace", [one is value for one in self._namespaces])
         if isinstance(value, Macro):
             return _Mark("macro", value.name)

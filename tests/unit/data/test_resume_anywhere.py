@@ -9,6 +9,7 @@ import pytest
 from helpers import corpus, reference_stream
 from helpers.streams import BLOCKS, Run, lane_documents, named, whole_epochs
 
+from llmtrain.data.stream import item_blocks, prefetch_factor
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.hashing import mix
 
@@ -192,8 +193,8 @@ def test_what_was_read_ahead_is_not_lost_with_a_killed_worker(place, single, str
     run = Run(single, place)
     with ExitStack() as stack:
         stream = run.open(0, 1, 1, stack)
-        items = stream._items._items
-        assert items._prefetch_factor * items._dataset.item_blocks >= 8
+        size = item_blocks(single, BLOCKS, 1)
+        assert prefetch_factor(single, BLOCKS, 1, size) * size >= 8
         run.ranks = [[next(stream) for _ in range(3)]]
         stream._items.processes[0].kill()
     assert run.taken(3).start(1, 3).rows == straight.rows[: 6 * BLOCKS]

@@ -2,6 +2,8 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
+from functools import partial
 from multiprocessing import Pipe
 
 import numpy as np
@@ -44,7 +46,7 @@ def test_a_failure_of_the_machine_keeps_its_code_and_remedy():
 
 
 def test_any_other_exception_reaches_the_rank_with_its_traceback():
-    broken = UnicodeDecodeError("utf-8", b"x", 0, 1, "a constructor that torch cannot call")
+    broken = UnicodeDecodeError("utf-8", b"x", 0, 1, "a constructor of five")
     broken.add_note("the last unit: b.jsonl")
     error = last_item(broken)
     assert (type(error), error.exit_code) == (RunError, 1)
@@ -76,15 +78,18 @@ def test_blocks_go_several_at_once_and_a_failure_behind_those_that_were_made():
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "words"),
+    ("ends", "words"),
     [
-        (-signal.SIGKILL, "killed by signal SIGKILL, as by the kernel when memory runs out"),
-        (-signal.SIGSEGV, "killed by signal SIGSEGV"),
-        (3, "ended by itself (exit code 3)"),
+        (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL, as by the kernel when memory"),
+        (partial(signal.raise_signal, signal.SIGSEGV), "was killed by signal SIGSEGV"),
+        (partial(os._exit, 3), r"ended by itself \(exit code 3\)"),
     ],
 )
-def test_how_a_worker_ended_is_said(exit_code, words):
-    assert workers._end(exit_code).endswith(words)
+@pytest.mark.launches
+def test_how_a_worker_ended_is_said(ends, words):
+    started = workers.Workers([ends], workers.Asked(1), 1, 1, 60)
+    with closing(started), pytest.raises(RunError, match=rf"data worker 0 \(pid \d+\) .*{words}"):
+        next(started)
 
 
 def test_the_unit_that_each_worker_asked_for_is_kept_whatever_its_length():
@@ -102,7 +107,7 @@ def test_no_signal_of_a_stop_ends_a_worker_not_even_before_it_can_ignore_it():
     program = (
         "import sys; print('begun', flush=True); sys.stdin.readline()\n"
         "from llmtrain.data.workers import start_worker\n"
-        "start_worker(0); print('ready', flush=True); sys.stdin.readline(); print('alive')\n"
+        "start_worker(); print('ready', flush=True); sys.stdin.readline(); print('alive')\n"
     )
     with workers.hold_signals():
         worker = subprocess.Popen(
