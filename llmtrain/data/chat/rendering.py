@@ -1,8 +1,8 @@
 r"""Runs a chat template, on a whole conversation and on its beginnings, in limited time.
 
 Each turn of a conversation needs two texts: its prompt, and the text with its answer. To render
-them all from the first message takes a time that grows as the square of the turns. Most templates
-are one loop over the messages:
+them all from the first message takes a time that grows as their square. Most templates are one loop
+over the messages:
 
     {% for message in messages %} … {% endfor %}{% if add_generation_prompt %} … {% endif %}
 
@@ -14,12 +14,9 @@ that wrote the same for it:
     take what the left out rounds had written, set namespaces to what they had set
     run the other rounds, at least one, and what is behind the loop
 
-This is exact for every template, because a round is left out only if it would see nothing else than
-it saw: the items that it asked for are noted, and whether it asked if it was the last. A template
-whose rounds look at more, at the number of messages for example, has all its rounds run each time.
-So has one with a statement for which this is not known (`rewrite`).
-
-All rounds of loops and all calls of macros are counted, and a template that goes on and on fails.
+This is exact, because a round is left out only if it would see nothing else than it saw: the items
+that it asked for are noted, and whether it asked if it was the last. Where rounds look at more, or
+a statement is not known (`rewrite`), all rounds run. They are counted: none goes on and on.
 """
 
 from __future__ import annotations
