@@ -248,12 +248,10 @@ class LossModule(nn.Module):
         labels: (B, T) int64, already shifted; `NOT_TRAINED` where a position has no loss.
         position_ids: (B, T) or (1, B·T) int64, from 0 with each document; only where documents are
             hidden from each other. The model gets the ids in that shape.
-        cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows; only for `llmtrain`
-            attention.
-        max_length: at least the longest document's length; only for `llmtrain` attention.
-        all_trained: whether no label is `NOT_TRAINED`, where the caller knows it.
-        trained: (n,) int64, the positions in the flat labels that have a loss, where the caller
-            knows them. No other reaches the head.
+        cu_seq_lens: (n + 1,) int32, borders of the documents in the flat rows, and max_length: at
+            least the longest document's length; both only for `llmtrain` attention.
+        all_trained: whether no label is `NOT_TRAINED`, and trained: (n,) int64, the positions in
+            the flat labels that have a loss, where the caller knows. No other reaches the head.
         seq_idx: (1, B·T) int32, the number of each position's document; only for joined rows.
         real: (n,) int64, the positions in the flat rows that are not padding; None = all. Only they
             count in the loss of a router.

@@ -36,20 +36,22 @@ def is_array(head: bytes) -> bool:
     return text.startswith(b"[") and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
+_WHOLE = "one whole JSON array of objects, or an object on each line"
+
+
 def array_elements(read: Callable[[int], bytes], where: str) -> Iterator[tuple[int, bytes]]:
     """Yield the elements of a JSON array as (position of the first byte, its bytes).
 
-    read: returns the next bytes of the file, as `io.RawIOBase.read` does
-
-    Raises UnreadableError for what is no whole array, or an element of over 64 MiB.
+    read: as `io.RawIOBase.read`. Raises UnreadableError for what is no whole array, or an element
+    of over 64 MiB.
     """
-    text, base, ended = "", 0, False  # what was read from byte `base` on, and whether it was all
+    text, base = "", 0  # what was read from byte `base` on
 
     def read_more() -> bool:
-        nonlocal text, ended
+        nonlocal text
         more = read(max(MIB, len(text)))
-        text, ended = text + more.decode("latin-1"), not more
-        return not ended
+        text += more.decode("latin-1")
+        return bool(more)
 
     def skip_blanks(at: int) -> int:
         while (end := _BLANKS.match(text, at).end()) == len(text) and read_more():  # type: ignore[union-attr]
@@ -57,8 +59,7 @@ def array_elements(read: Callable[[int], bytes], where: str) -> Iterator[tuple[i
         return end
 
     def fail(why: str, at: int) -> UnreadableError:
-        expected = f"one whole JSON array of objects, or an object on each line ({why})"
-        return UnreadableError(Problem(f"{where}, byte {base + at}", None, expected))
+        return UnreadableError(Problem(f"{where}, byte {base + at}", None, f"{_WHOLE} ({why})"))
 
     while len(text) < len(BOM) and read_more():
         pass
@@ -80,8 +81,7 @@ def array_elements(read: Callable[[int], bytes], where: str) -> Iterator[tuple[i
                 raise fail(why, at)
         yield base + at, text[at:end].encode("latin-1")
         at = skip_blanks(end)
-        sign = text[at : at + 1]
-        if sign == ",":
+        if (sign := text[at : at + 1]) == ",":
             at = skip_blanks(at + 1)
         if sign not in (",", "]") or (sign == "," and text[at : at + 1] == "]"):
             raise fail("the file ends inside it" if at == len(text) else "a comma is wrong", at)

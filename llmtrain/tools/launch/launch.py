@@ -114,12 +114,7 @@ def launch(
         raise UserError(*error.problems, where=where) from None
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
-            written = Path(folder) / "accelerate.yaml"
-            asked = config.training.precision
-            fp32 = asked == "fp32" or (file.on_cpu and asked == "auto")
-            values = {**file.values, "mixed_precision": "no" if fp32 else "bf16"}
-            written.write_text(write(values), encoding="utf-8")
-            file = replace(file, path=written)
+            file = _written(file, Path(folder) / "accelerate.yaml", config.training.precision)
         report = Path(folder) / "ended"
         env[LAUNCHED] = str(report)
         if file.on_cpu:
@@ -135,6 +130,14 @@ def launch(
         launcher += ["--config_file", str(file.path), "--num_processes", str(file.processes)]
         command = [*launcher, *options, "-m", "llmtrain", "train", config_file, *overrides]
         return run_launcher(command, env, report, config.run_dir, output)
+
+
+def _written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
+    """Write the launch of this machine to a file. precision: as the config asks for it."""
+    fp32 = precision == "fp32" or (file.on_cpu and precision == "auto")
+    values = {**file.values, "mixed_precision": "no" if fp32 else "bf16"}
+    path.write_text(write(values), encoding="utf-8")
+    return replace(file, path=path)
 
 
 def _refuse_nested(env: Mapping[str, str]) -> None:

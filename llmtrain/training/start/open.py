@@ -166,8 +166,7 @@ def _assemble(
         patience=config.evaluation.patience,
         without_gain=saved.get("patience") or 0,
     )
-    rows = config.training.global_batch_size // launched.ranks.world_size
-    started = here.signals.started
+    ranks, started = launched.ranks, here.signals.started
     return Run(
         config=config,
         found=found,
@@ -175,7 +174,7 @@ def _assemble(
         processes=processes,
         data=data,
         built=model,
-        feed=Feed(data.stream, first, rows, config.data.seq_len),
+        feed=_feed(config, data, first, ranks),
         meter=_meter(config, processes, data, saved.get("sources", {})),
         journal=journal,
         log=RunLog(
@@ -191,9 +190,14 @@ def _assemble(
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
-        requests=Requests(config.run_dir, config.checkpoint, launched.ranks.rank, started),
+        requests=Requests(config.run_dir, config.checkpoint, ranks.rank, started),
         checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
     )
+
+
+def _feed(config: Config, data: DataSide, first: int, ranks: Ranks) -> Feed:
+    rows = config.training.global_batch_size // ranks.world_size
+    return Feed(data.stream, first, rows, config.data.seq_len)
 
 
 def _profile(config: Config, launched: Launched, journal: Journal) -> Profile | None:

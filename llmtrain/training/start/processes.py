@@ -83,36 +83,31 @@ def start_processes(
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
     auto = FrozenChoices(config.run_dir, kind)
     again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)
-    for key in FROZEN if planned.decided_again else ():
-        auto.launch.pop(key, None)
-    auto.precision, auto.attention_backend = precision, kernels.attention
-    if kernels.compiled is not None:
-        auto.compile = kernels.compiled
+    auto.precision = precision
+    _freeze(auto, planned, kernels)
     if base:
         keep_base(auto, config.model, base)
-    layout = asdict(planned.layout)
-    for key in FROZEN[1:]:  # without the micro-batch, which is first tried on the device
-        auto.launch.setdefault(key, layout[key])
     begun = auto.threads
     threads = decide_threads(config.training.threads, begun, os.environ)
     torch.set_num_threads(threads.count)
     auto.threads = threads.count
-    if default := launching.default_config():
-        _log.info("accelerate's own %s holds where no --config_file is given", default)
-    return Processes(
-        bound,
-        launched,
-        planned,
-        base,
-        run_id,
-        auto,
-        versions,
-        again,
-        precision,
-        why,
-        threads,
-        begun,
-    )
+    decided = precision, why, threads, begun
+    return Processes(bound, launched, planned, base, run_id, auto, versions, again, *decided)
+
+
+def _freeze(auto: FrozenChoices, planned: Planned, kernels: Kernels) -> None:
+    """Freeze the plan's layout and the kernels, where an earlier start has not, or no longer fits.
+
+    The micro-batch is first tried on the device.
+    """
+    for key in FROZEN if planned.decided_again else ():
+        auto.launch.pop(key, None)
+    layout = asdict(planned.layout)
+    for key in FROZEN[1:]:
+        auto.launch.setdefault(key, layout[key])
+    auto.attention_backend = kernels.attention
+    if kernels.compiled is not None:
+        auto.compile = kernels.compiled
 
 
 def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:
@@ -141,6 +136,8 @@ def _verify(asked: str, launched: Launched) -> None:
 
 def _launch(config: Config, planned: Planned, precision: str) -> Launched:
     layout = planned.layout
+    if default := launching.default_config():
+        _log.info("accelerate's own %s holds where no --config_file is given", default)
     return launching.make_accelerator(
         layout.strategy,
         precision,

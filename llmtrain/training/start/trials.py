@@ -207,9 +207,8 @@ def what_is_seen(
 ) -> str:
     """Return how documents that are packed into rows see each other; "" if they do not.
 
-    The other arguments are those of `check_documents_apart`.
-
-    name: as for `document_tensors`; None = the model's attention
+    name: as for `document_tensors`; None = the model's attention. For the others see
+        `check_documents_apart`.
     """
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2]), _ONE]
