@@ -49,8 +49,7 @@ def array_elements(read: Callable[[int], bytes], where: str) -> Iterator[tuple[i
 
     def read_more() -> bool:
         nonlocal text
-        more = read(max(MIB, len(text)))
-        text += more.decode("latin-1")
+        text += (more := read(max(MIB, len(text)))).decode("latin-1")
         return bool(more)
 
     def skip_blanks(at: int) -> int:

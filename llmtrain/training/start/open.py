@@ -47,6 +47,7 @@ from llmtrain.training.start.weights import build_model
 from llmtrain.training.step import flags
 from llmtrain.training.stop import Requests
 from llmtrain.training.watchdog import Watchdog, watching
+from llmtrain.types import Ranks
 
 # A wait for the network ends this long after a signal; a batch queue kills after about 30 s.
 _PATIENCE_SECONDS = 10.0
