@@ -55,7 +55,7 @@ WORDS = {
     "adapter.json": "the base of the adapters: where it is, and its digest",
     "tokenizer files": "as `save_pretrained` writes them",
     "optimizer-00001-of-0000N.safetensors": "the optimizer's state, by parameter",
-    STATE: "step, positions in the data, random states, resolved `auto` values, config, versions",
+    STATE: "step, positions in the data, resolved `auto` values, config, versions",
     MANIFEST: "size and digests of every file; written last",
 }
 

@@ -1,6 +1,6 @@
 """Resuming: find the checkpoint, check that it belongs to this run, load its state.
 
-    candidates.clean_up → read.find → (the model is built) → read.load_tensors → random states
+    candidates.clean_up → read.find → (the model is built) → read.load_tensors
 
 The trap: only in a new run is it correct to find no checkpoint. If the record names one and none is
 left, the start is refused, since it would silently train the same steps again.
