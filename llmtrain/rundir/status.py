@@ -188,10 +188,6 @@ class FrozenChoices:
         """The values frozen for launches with the same device type."""
         return self.devices.setdefault(_device_of(self._launch), {})
 
-    def has_run_here(self) -> bool:
-        """Whether an earlier start has trained on this type of device."""
-        return any(_device_of(one) == _device_of(self._launch) for one in self.launches)
-
     def save(self) -> None:
         """Write the file (rank 0)."""
         write_atomically(self._path, self.to_bytes())

@@ -7,8 +7,6 @@ length of the run, which is known once the data is open.
 
 Which kernel computes the loss. It is chosen once and frozen for the run.
 
-A run that was begun before there was a choice continues from logits.
-
 The adapters of a run: where they are, which tokens they train, and what is checked of them.
 
 A checkpoint holds them alone. So the base is read again at each start, and must be the same.
@@ -97,13 +95,9 @@ class Kernels:
 
 
 def decide_kernels(config: Config) -> Kernels:
-    """Return the settings of the config, or those that an earlier start on such a device froze.
-
-    An older version of this program compiled nothing, so a run that it began does not either.
-    """
+    """Return the settings of the config, or those that an earlier start on such a device froze."""
     auto = FrozenChoices(config.run_dir, f"any/{'cpu' if on_cpu() else 'cuda'}/any")
-    compiled = auto.compile or ("off" if auto.has_run_here() else None)
-    known = {attention.KEY: auto.attention_backend, compiling.KEY: compiled}
+    known = {attention.KEY: auto.attention_backend, compiling.KEY: auto.compile}
     asked = {
         attention.KEY: config.model.attention_backend,
         compiling.KEY: config.training.compile,
@@ -207,8 +201,7 @@ def asked_kernel(training: TrainingConfig, run_dir: Path | None) -> str:
     """
     if training.loss_kernel != "auto" or run_dir is None:
         return training.loss_kernel
-    auto = FrozenChoices(run_dir, "")
-    return auto.loss_kernel or ("logits" if auto.precision else "auto")
+    return FrozenChoices(run_dir, "").loss_kernel or "auto"
 
 
 def choose_kernel(

@@ -23,13 +23,12 @@ def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_p
 
 def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path: Path) -> None:
     one = FrozenChoices(tmp_path, "ddp/cuda/2")
-    assert not one.has_run_here()
     one.device["compile"] = "blocks"
     one.launch["threads"] = 4
     one.save()
     same, other = FrozenChoices(tmp_path, "fsdp2/cuda/16"), FrozenChoices(tmp_path, "ddp/cpu/2")
-    assert (same.device, same.has_run_here()) == ({"compile": "blocks"}, True)
-    assert (other.device, other.has_run_here()) == ({}, False)
+    assert same.device == {"compile": "blocks"}
+    assert other.device == {}
 
 
 @pytest.mark.parametrize(

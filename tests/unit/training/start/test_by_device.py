@@ -61,12 +61,6 @@ def test_a_choice_is_frozen_while_the_type_of_device_stays(tmp_path: Path) -> No
     assert (found.compiled, found.attention) == ("off", "math"), "what is asked comes first"
 
 
-def test_a_run_that_an_older_version_began_is_not_compiled(tmp_path: Path) -> None:
-    frozen(tmp_path, "ddp/cpu/2")
-    found = decide_kernels(config_in(tmp_path))
-    assert (found.compiled, found.attention) == ("off", "auto")
-
-
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
 def test_kernels_of_cuda_are_refused_without_it(tmp_path: Path, backend: str) -> None:
     asked = decide_kernels(config_in(tmp_path, f"model.attention_backend={backend}"))

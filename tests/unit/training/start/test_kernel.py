@@ -27,11 +27,6 @@ def test_a_new_run_chooses_and_a_begun_one_keeps_its_kernel(tmp_path: Path) -> N
     assert asked_kernel(named, tmp_path) == "chunked"
 
 
-def test_a_run_begun_before_there_was_a_choice_keeps_its_logits(tmp_path: Path) -> None:
-    frozen(tmp_path, precision="fp32")
-    assert asked_kernel(TrainingConfig(steps=1), tmp_path) == "logits"
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_auto_takes_chunks_where_the_head_is_plain(precision: str) -> None:
     assert choose_kernel("auto", CAPPED, precision, 1e-4) == ("chunked", CAPPED)
