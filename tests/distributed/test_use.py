@@ -397,12 +397,15 @@ def test_an_export_needs_little_more_memory_than_its_shards(tmp_path: Path) -> N
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     used.checkpoint(run, 4, used.model(**large))
     shard = 48 << 20
-    imports = "import torch, transformers, transformers.models.llama.modeling_llama"
+    imports = (
+        "import llmtrain.tools.use.export.export, transformers.models.llama.modeling_llama, "
+        "safetensors.torch"
+    )
     work = f"import llmtrain; llmtrain.export({str(run)!r}, {str(tmp_path / 'out')!r}, verify=False"
     baseline, needed = peak(imports), peak(f"{work}, shard_gb={shard / 2**30})")
     size = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
     assert size > 4 * shard
-    assert needed - baseline <= 2 * shard, (needed, baseline)
+    assert needed - baseline <= 1.5 * shard, (needed, baseline)
 
 
 def peak(code: str) -> int:

@@ -4,7 +4,7 @@
     reload        another process loads it with transformers, and compares its loss with the run's
     DIR           renamed: it appears complete or not at all
 
-No GPU is used, and no more of the model is in this process's memory than a tensor at a time.
+No GPU is used, and no more of the model is in this process's memory than two files of the export.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
     stored = tensors.Stored.of(directory, ADAPTER)
     specs = merge.cast_specs(stored.specs, dtype)
     spec = {ADAPTER: dict(sorted(specs.items()))}
-    tensors.write(partial, spec, lambda name: [merge.cast(stored.read(name), dtype)])
+    tensors.write(partial, spec, lambda name: merge.cast(stored.read(name), dtype))
     names = [name for name in (CONFIG_FILE, BASE_FILE) if (directory / name).exists()]
     _write_small(partial, {name: (directory / name).read_bytes() for name in names})
 

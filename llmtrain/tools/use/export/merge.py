@@ -11,7 +11,7 @@ of the two alone, they are no longer equal; then both are written, and the confi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,12 @@ class Weights:
 
     config: of transformers; its dtype and `tie_word_embeddings` are true to the tensors
     specs: name → dtype and shape
-    read: returns a tensor in consecutive ranges
+    read: returns a tensor of these
     """
 
     config: Any
     specs: Mapping[str, TensorSpec]
-    read: Callable[[str], Iterable[Tensor]]
+    read: Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,9 @@ def whole(directory: Path, listed: Collection[str], dtype: str) -> Weights:
     if not _fits(stored, own):
         expected = "every tensor of the model that config.json describes"
         raise UserError(Problem(str(directory), None, expected))
-
-    def read(name: str) -> Iterator[Tensor]:
-        return (cast(chunk, dtype) for chunk in stored.chunks(name))
-
-    return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
+    return Weights(
+        _with_dtype(config, dtype), _specs(own, dtype), lambda name: cast(stored.read(name), dtype)
+    )
 
 
 def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
@@ -93,7 +91,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     """
     directory, base = target.directory, base_directory(target.directory)
     config = config_of(base)
-    stored_base = _open_base(base, config)
+    read_base = _open_base(base, config)
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
@@ -111,20 +109,16 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     own |= {name: own[tied[name]] for name in apart}
     stored = Stored.of(directory, ADAPTER)
 
-    def read(name: str) -> Iterator[Tensor]:
-        first, rows = tied.get(name, name), own[name].shape[:1]
-        if name not in layers and name not in rounded and stored_base.rows(first) == rows:
-            yield from (cast(chunk, dtype) for chunk in stored_base.chunks(first))
-            return
-        tensor = stored_base.read(first)
-        if rows:
+    def read(name: str) -> Tensor:
+        tensor = read_base(tied.get(name, name))
+        if rows := own[name].shape[:1]:
             tensor = longer(tensor, rows[0])
         if name in rounded:
             tensor = round_weight(tensor, target.state)
         if layer := layers.get(name):
             values = {leaf: stored.read(file).float() for leaf, file in layer.parts.items()}
             tensor = _merge(layer.module, tensor.float(), values)
-        yield cast(tensor, dtype)
+        return cast(tensor, dtype)
 
     return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
 
@@ -175,32 +169,16 @@ def _differ(one: Layer | None, first: Layer | None) -> bool:
     return getattr(one.module, "tied_adapter", None) is not first.module
 
 
-class _Loaded:
-    """The tensors of a model in memory, read like those on disk."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
-
-    def rows(self, name: str) -> tuple[int, ...]:
-        return tuple(self._values[name].shape[:1])
-
-    def read(self, name: str) -> Tensor:
-        return self._values[name].detach().clone()  # merging changes it in place
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        yield self._values[name].detach()
-
-
-def _open_base(base: Path, config: Any) -> Stored | _Loaded:
-    """Return the tensors of a model by their names in transformers' class.
+def _open_base(base: Path, config: Any) -> Callable[[str], Tensor]:
+    """Return what reads a model's tensors by their names in transformers' class, to be changed.
 
     Files from elsewhere may have other names; then the model is loaded whole.
     """
     stored = tensors.of_model(base)
     if _fits(stored, _tensors(on_meta(config))):
-        return stored
-    model: Any = build.build(config, ModelConfig(), Base(str(base), None, None))
-    return _Loaded(_tensors(model))
+        return stored.read
+    values = _tensors(build.build(config, ModelConfig(), Base(str(base), None, None)))
+    return lambda name: values[name].detach().clone()
 
 
 def _fits(stored: Stored, own: Mapping[str, Tensor]) -> bool:

@@ -6,9 +6,11 @@ That another process proves it is tested in `tests/distributed/test_use.py`.
 import importlib
 import json
 import os
+import resource
 import shutil
 import stat
 import subprocess
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,13 +110,25 @@ def test_shards_are_as_small_as_asked_and_indexed(run, tmp_path):
     assert torch.equal(used.logits(reloaded(out)), used.logits(same))
 
 
-def test_a_large_tensor_is_read_in_pieces(run, tmp_path, monkeypatch):
+def test_no_more_than_two_files_are_in_memory(tmp_path, monkeypatch):
+    """Counted at each read: the bytes of the tensors that were read and are still in use."""
     from llmtrain.tools.use import tensors
 
-    monkeypatch.setattr(tensors, "CHUNK_BYTES", 100)
-    export(run, tmp_path / "out", verify=False)
-    expected = stored(run / "checkpoints" / "step-00000004")
-    assert all(torch.equal(t, expected[n]) for n, t in stored(tmp_path / "out").items())
+    live, most, read = {}, [0], tensors.Stored.read
+
+    def counted(stored, name):
+        found = read(stored, name)
+        live[name] = weakref.ref(found), found.nbytes
+        most.append(sum(size for alive, size in live.values() if alive() is not None))
+        return found
+
+    monkeypatch.setattr(tensors.Stored, "read", counted)
+    deep = used.run(tmp_path / "run")
+    used.checkpoint(deep, 4, used.model(num_hidden_layers=16))
+    found = export(deep, tmp_path / "out", shard_gb=20_000 / 2**30, verify=False)
+    largest = max(size for name, size in found.files.items() if name.startswith("model-"))
+    total = sum(size for _, size in live.values())
+    assert largest / 2 < max(most) <= 2 * largest < total / 2
 
 
 def test_an_export_ends_where_the_checkpoint_said(run, tmp_path):
@@ -280,7 +294,7 @@ def test_trained_token_rows_are_merged_into_grown_embeddings(tmp_path, tied):
     bound = 1e-5 * float(expected.abs().max())
     assert float((used.logits(opened, rows) - expected).abs().max()) <= bound
     weights = tool.merge.merged_weights(find_target(str(checkpoint)), rows, "F32")
-    found = {name: torch.cat([*weights.read(name)]) for name in weights.specs}
+    found = {name: weights.read(name) for name in weights.specs}
     config = weights.config
     made = AutoModelForCausalLM.from_config(config)
     made.load_state_dict(found, strict=False)
@@ -391,16 +405,16 @@ def test_an_export_with_another_loss_or_none_does_not_get_its_name(
     assert (tmp_path / "out.partial" / "model.safetensors").is_file()
 
 
-def test_a_full_disk_is_74_and_the_name_does_not_appear(run, tmp_path, monkeypatch):
-    from llmtrain.checkpoint import files as disk
-
-    def full(descriptor, data, offset):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk, "write_at", full)
-    with pytest.raises(RunError, match="cannot write") as caught:
-        export(run, tmp_path / "out", verify=False)
-    assert caught.value.exit_code == 74
+@pytest.mark.parametrize("most", [100, 5000])  # bytes of a file: no weights, some of them
+def test_a_full_disk_is_74_and_the_name_does_not_appear(run, tmp_path, most):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"cannot write .*model.safetensors: .*too large") as one:
+            export(run, tmp_path / "out", verify=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert one.value.exit_code == 74
     assert not (tmp_path / "out").exists()
 
 
