@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -34,55 +35,73 @@ from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch, Sample
 def evaluate(run: Run) -> Evaluation | None:
     """Score every held-out token once; return None if an agreed stop interrupted the evaluation.
 
-    Process r takes the blocks g ≡ r (mod W), one micro-batch in each round. All ranks make the
-    same number of rounds. Where blocks are missing in the last round, blocks without scored tokens
-    take their place.
+    All ranks make the same number of rounds. Where blocks are missing in the last one, blocks
+    without scored tokens take their place.
     """
-    heldout = run.data.heldout
+    heldout, seq_len = run.data.heldout, run.config.data.seq_len
     assert heldout is not None, "due.evaluation is false where nothing is held out"
     start = time.perf_counter()
-    sources = len(heldout.parts) if len(heldout.parts) > 1 else 0
-    # Σ nll in nats and tokens: of all documents, then of those of each source
-    scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=run.device)
+    ranks, size = run.ranks, run.built.micro_batch_size
+
+    def hidden(labels: np.ndarray, starts: Sequence[np.ndarray]) -> MicroBatch:
+        if run.data.manifest.hides_documents:
+            return hide(run, starts)
+        return padding_keywords(run, labels)
+
+    scored = []
     with run.engine.evaluating():
-        at_once = run.ranks.world_size * run.built.micro_batch_size
-        rounds = math.ceil(heldout.num_blocks(run.config.data.seq_len) / at_once)
-        for round_ in range(rounds):
+        rounds = rounds_of(heldout, seq_len, ranks.rank, ranks.world_size, size)
+        for number, blocks in enumerate(rounds, 1):
             faults.hit("eval.batch", step=run.step)
-            system.beat("a batch of the evaluation", round_ + 1, rounds)
-            stops = agreed_stop(run.ranks, flags(run))
+            system.beat("a batch of the evaluation", number, len(rounds))
+            stops = agreed_stop(ranks, flags(run))
             if stops:
                 run.due.ask(stops)
                 return None
-            scored += _score(run, heldout, round_, sources)
-    found = result(sum_over_ranks(scored).tolist(), heldout)
+            how = (run.device, run.model, partial(shown, run), hidden)
+            scored.append(score_blocks(heldout, blocks, seq_len, *how))
+    found = result(sum_over_ranks(reduce(torch.add, scored)).tolist(), heldout)
     return replace(found, seconds=time.perf_counter() - start)
 
 
-def _score(run: Run, heldout: HeldOut, round_: int, sources: int) -> Tensor:
-    """Return Σ nll and tokens of this rank's blocks of a round, (1 + sources, 2) fp64.
+def rounds_of(
+    heldout: HeldOut, seq_len: int, rank: int, world_size: int, size: int
+) -> list[list[int]]:
+    """Return the blocks of each round of a process: g ≡ r (mod W), `size` of them at a time."""
+    count = math.ceil(heldout.num_blocks(seq_len) / (world_size * size))
+    return [
+        [rank + world_size * (first + k) for k in range(size)]
+        for first in range(0, count * size, size)
+    ]
 
-    sources: the number of sources to tell apart; 0 = none
+
+def score_blocks(
+    heldout: HeldOut,
+    blocks: Sequence[int],
+    seq_len: int,
+    device: torch.device,
+    model: Callable[..., Tensor],
+    shown: Callable[[np.ndarray], int],
+    hidden: Callable[[np.ndarray, Sequence[np.ndarray]], MicroBatch],
+) -> Tensor:
+    """Return Σ nll in nats and tokens, of all documents, then of each source, if there are several.
+
+    model: called as `LossModule.forward`
+    shown: returns how many positions of rows with these labels the model is shown
+    hidden: returns the keywords that hide padding or other documents, by labels and starts
+
+    Returns (1 + sources, 2) fp64.
     """
-    size, seq_len = run.built.micro_batch_size, run.config.data.seq_len
-    mine = [run.ranks.rank + run.ranks.world_size * (round_ * size + k) for k in range(size)]
-    blocks = [heldout.block(g, seq_len) for g in mine]
-    ids, labels, starts = zip(*blocks, strict=True)
-    width = shown(run, np.stack(labels))
-    inputs = on_device(run.device, np.stack(ids)[:, :width].astype(np.int64))
+    ids, labels, starts = zip(*(heldout.block(g, seq_len) for g in blocks), strict=True)
+    width = shown(np.stack(labels))
     wanted = np.stack(labels)[:, :width]
-    targets = target_keywords(wanted, run.device, whole=False)
-    hidden = padding_keywords(run, wanted)
-    if run.data.manifest.hides_documents:
-        hidden = hide(run, starts)
-    given: MicroBatch = {"input_ids": inputs} | targets | hidden
-    each = run.model(each=True, **given)
-    if not sources:
+    given: MicroBatch = {"input_ids": on_device(device, np.stack(ids)[:, :width].astype(np.int64))}
+    targets = target_keywords(wanted, device, whole=False)
+    each = model(each=True, **(given | targets | hidden(wanted, starts)))
+    if len(heldout.parts) < 2:
         return totals(each, targets["labels"])
-    owners = on_device(
-        run.device, np.stack([heldout.block_parts(g, seq_len)[:width] for g in mine])
-    )
-    return by_source(each, targets["labels"], owners, sources)
+    owners = np.stack([heldout.block_parts(g, seq_len)[:width] for g in blocks])
+    return by_source(each, targets["labels"], on_device(device, owners), len(heldout.parts))
 
 
 def totals(each: Tensor, targets: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ of that step again:
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from llmtrain.model.attention import (
     document_tensors,
     kernels,
     needed_rows,
-    on_device,
     padding_tensors,
 )
 from llmtrain.model.loss import Head, LossModule, examine
@@ -36,13 +35,13 @@ from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import with_other_tokenizer
-from llmtrain.training.evaluate import by_source, result, totals
+from llmtrain.training.evaluate import result, rounds_of, score_blocks
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
-from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation, MicroBatch
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Told = Callable[[int, int], object]  # done so far, of how many; 0 = not known
@@ -74,11 +73,6 @@ class HeldOutOfRun:
     def hides_documents(self) -> bool:
         """Whether the model must hide the documents of a block from each other."""
         return self.document_mask and self.packing != "single"
-
-    @property
-    def sources(self) -> int:
-        """The number of sources that are told apart; 0 = none."""
-        return len(self.held.parts) if len(self.held.parts) > 1 else 0
 
     @property
     def has_chat(self) -> bool:
@@ -138,66 +132,43 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
     import torch
 
     _check_tokenizer(opened, measured)
-    start = time.perf_counter()
-    # Σ nll in nats and tokens: of all documents, then of those of each source
-    scored = torch.zeros(1 + measured.sources, 2, dtype=torch.float64, device=opened.device)
+    start, device = time.perf_counter(), opened.device
+    held, seq_len, world_size = measured.held, measured.seq_len, measured.world_size
+    single = measured.packing == "single"
     with torch.no_grad(), kernels(measured.kernel), _threads(measured.threads):
         hiding = None
         if measured.hides_documents:
-            forward = bare_forward(opened.model, opened.device, measured.precision)
-            kind = (opened.device, measured.precision, measured.seq_len)
+            forward = bare_forward(opened.model, device, measured.precision)
+            kind = (device, measured.precision, seq_len)
             hiding = find_hiding(opened.model, forward, *kind, chat=measured.has_chat)
         module = _loss(opened, measured.run_dir)
-        for rank in range(measured.world_size):
-            scored += _score_rank(opened, module, measured, rank, hiding, told)
-    return replace(result(scored.tolist(), measured.held), seconds=time.perf_counter() - start)
 
+        def cast(**given: Any) -> torch.Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
+                each: torch.Tensor = module(**given)
+                return each
 
-def _score_rank(
-    opened: LoadedModel,
-    module: LossModule,
-    measured: HeldOutOfRun,
-    rank: int,
-    hiding: str | None,
-    told: Told,
-) -> torch.Tensor:
-    """Return Σ nll and tokens of one rank's blocks, (1 + sources, 2) fp64.
+        def shown(labels: np.ndarray) -> int:
+            return needed_rows(labels) if single else seq_len
 
-    hiding: what hides documents from each other, as for `document_tensors`; None = nothing
-    """
-    import numpy as np
-    import torch
+        def hidden(labels: np.ndarray, starts: Sequence[np.ndarray]) -> MicroBatch:
+            if hiding is not None:
+                return document_tensors(starts, seq_len, hiding, device)
+            if single:
+                by_length = attention.rope_change(opened.model) is not None
+                return padding_tensors(labels, device, by_length=by_length, routed=False)
+            return {}
 
-    device, size = opened.device, measured.micro_batch_size
-    held, seq_len, sources = measured.held, measured.seq_len, measured.sources
-    scored = torch.zeros(1 + sources, 2, dtype=torch.float64, device=device)
-    count, at_once = held.num_blocks(seq_len), measured.world_size * size
-    rounds = math.ceil(count / at_once)
-    for round_ in range(rounds):
-        told(rank * rounds + round_, rounds * measured.world_size)
-        mine = [rank + measured.world_size * (round_ * size + k) for k in range(size)]
-        ids, labels, starts = zip(*(held.block(g, seq_len) for g in mine), strict=True)
-        width = needed_rows(np.stack(labels)) if measured.packing == "single" else seq_len
-        inputs = on_device(device, np.stack(ids)[:, :width].astype(np.int64))
-        wanted = np.stack(labels)[:, :width]
-        targets = target_keywords(wanted, device, whole=False)
-        hidden: MicroBatch = {}
-        if measured.packing == "single":
-            by_length = attention.rope_change(opened.model) is not None
-            hidden = padding_tensors(wanted, device, by_length=by_length, routed=False)
-        if hiding is not None:
-            hidden = document_tensors(starts, seq_len, hiding, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
-            given: MicroBatch = {"input_ids": inputs} | targets | hidden
-            each = module(each=True, **given)
-        if sources:
-            owners = on_device(
-                device, np.stack([held.block_parts(g, seq_len)[:width] for g in mine])
-            )
-            scored += by_source(each, targets["labels"], owners, sources)
-        else:
-            scored += totals(each, targets["labels"])
-    return scored
+        scored = []
+        for rank in range(world_size):
+            rounds = rounds_of(held, seq_len, rank, world_size, measured.micro_batch_size)
+            own = []
+            for number, blocks in enumerate(rounds, rank * len(rounds)):
+                told(number, world_size * len(rounds))
+                own.append(score_blocks(held, blocks, seq_len, device, cast, shown, hidden))
+            scored.append(reduce(torch.add, own))
+    found = result(reduce(torch.add, scored).tolist(), held)
+    return replace(found, seconds=time.perf_counter() - start)
 
 
 def _loss(opened: LoadedModel, run_dir: Path) -> LossModule:
