@@ -252,7 +252,7 @@ def _schema_problems(
         takes = takes if "≤" in takes else limits.get(path, takes)
         if is_unknown:
             yield _unknown(name, value)
-        elif kind == "missing":
+        elif kind == "missing" and path == location:  # not an item of a list
             advice = key.description if key else ""
             yield Problem(name, None, f"{takes}; there is no default", advice)
         elif key is None:

@@ -125,7 +125,6 @@ def test_rules_between_keys_hold_beside_a_mistake_elsewhere(tmp_path):
         ("evaluation.prompts=['  ']", "not blank"),
         ("evaluation.prompts=The planet", "a list"),
         ("evaluation.prompts=[1]", "a list"),
-        ("optimizer.betas=[0.9]", "a list of 2"),
         ("optimizer.betas=[0.9, '0.95']", "a list of 2"),
         ("training=3", "a mapping"),
         ("run.dir=''", "a string or null\n    try:      one that is not blank"),
@@ -140,6 +139,14 @@ def test_a_wrong_value_is_told_with_what_would_be_right(tmp_path, override, mess
     (text,) = found.values()
     assert message in text
     assert next(iter(found)).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize("value", ["[0.9]", "[]"])
+def test_a_list_that_is_too_short_is_shown_and_has_a_default(tmp_path, value):
+    with pytest.raises(UserError) as caught:
+        loaded(tmp_path, f"optimizer.betas={value}")
+    assert f"optimizer.betas = {value}\n    expected: a list of 2" in str(caught.value)
+    assert "no default" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["model.from_", "model.from_=x"])
