@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from llmtrain.report.collect import Line, Points, Tables, column, joined
-from llmtrain.report.svg import shares
+from llmtrain.rundir.goodput import share_of_steps
 from llmtrain.text import clip, count, duration, fixed, number, percent, plural, short
 
 GOOD, LOOK, BAD = "✓", "!", "✗"
@@ -91,11 +91,7 @@ def ended_not_finite(tables: Tables) -> bool:
 
 def goodput(tables: Tables) -> float | None:
     """Return the share of the time in which steps ran that were not redone; None if none did."""
-    if not tables.train or tables.wall_seconds <= 0:
-        return None
-    return sum(
-        share for owner, share, _ in shares(tables.stretches) if owner in ("training", "waiting")
-    )
+    return share_of_steps(tables.stretches) if tables.train else None
 
 
 def checks(tables: Tables) -> list[Check]:

@@ -14,6 +14,7 @@ carried to the next one, not cut off.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +31,7 @@ MOST_STRETCHES = 1000
 _MOST = 1e15  # seconds: no run takes longer
 
 _Line = Mapping[str, Any]
-_Seconds = dict[str, float]
+_Seconds = defaultdict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,14 @@ def goodput(run_dir: Path) -> float | None:
     if not any(line["kind"] == "train" for line in lines):
         return None
     now = time.time()  # noqa: TID251  # compared with time stamps of earlier processes
-    return share_of_steps(totals(stretches(lines, until=now)))
+    return share_of_steps(stretches(lines, until=now))
 
 
-def share_of_steps(seconds: Mapping[str, float]) -> float | None:
-    """Return the goodput for the seconds of each owner; None if there are none."""
+def share_of_steps(found: Iterable[Stretch]) -> float | None:
+    """Return the share of the time in which steps ran that were not redone; None without time."""
+    seconds = totals(found)
     wall = sum(seconds.values())
-    steps = seconds.get("training", 0.0) + seconds.get("waiting", 0.0)
-    return steps / wall if wall > 0 else None
+    return (seconds["training"] + seconds["waiting"]) / wall if wall > 0 else None
 
 
 def totals(found: Iterable[Stretch]) -> dict[str, float]:
@@ -149,85 +150,60 @@ def _of_start(
 ) -> list[Stretch]:
     """Return the stretches of one start, whose time begins at `begin`.
 
-    The first stretch has one `train` line, each later one `size` of them.
+    The first stretch has one `train` line, each later one `size` of them. What nobody claims of the
+    first is "starting".
     """
-    edges: list[float] = [begin]
-    claims: list[_Seconds] = [{}]
-    rest = "starting"  # who owns what nobody claims
-    rests = []
+    edges, claims = [begin], [_Seconds(float)]
     left = 1  # `train` lines until the next edge
     for line, again in zip(lines, redone, strict=True):
-        own = claims[-1]
-        for owner, claimed in _claims(line, again=again):
-            own[owner] = own.get(owner, 0.0) + claimed
+        for owner, claimed in _claims(line, again=again).items():
+            claims[-1][owner] += claimed
         left -= line["kind"] == "train"
         if not left:
             edges.append(max(edges[-1], float(line["time"])))
-            claims.append({})
-            rests.append(rest)
-            rest, left = "other", size
+            claims.append(_Seconds(float))
+            left = size
     edges.append(max(edges[-1], until, float(lines[-1]["time"])))
-    rests.append(rest)
     lengths = [end - start for start, end in pairwise(edges)]
-    given = _pour(claims, lengths)
+    _fit(claims, lengths)
     found = []
-    for start, length, seconds, owner in zip(edges, lengths, given, rests, strict=False):
-        if length > 0:
-            unclaimed = max(0.0, length - sum(seconds.values()))
-            seconds[owner] = seconds.get(owner, 0.0) + unclaimed
-            found.append(Stretch(start, start + length, seconds))
+    for place, (start, length, seconds) in enumerate(zip(edges, lengths, claims, strict=False)):
+        rest = "other" if place else "starting"
+        seconds[rest] += max(0.0, length - sum(seconds.values()))
+        owned = {owner: each for owner, each in seconds.items() if each}
+        found += [Stretch(start, start + length, owned)] if length > 0 else []
     return found
 
 
-def _claims(line: _Line, *, again: bool) -> tuple[tuple[str, float], ...]:
+def _claims(line: _Line, *, again: bool) -> Mapping[str, float]:
     """Return owners and the seconds that a line gives to each."""
     kind = line["kind"]
     if kind == "train":
         span = _positive(line.get("span_seconds"))
-        if again:
-            return (("redone", span),)
         wait = min(span, _positive(line.get("span_wait_seconds")))
-        return (("training", span - wait), ("waiting", wait))
+        return {"redone": span} if again else {"training": span - wait, "waiting": wait}
     if kind in ("eval", "sample"):
-        return (("evaluating", _positive(line.get("seconds"))),)
+        return {"evaluating": _positive(line.get("seconds"))}
     if kind == "checkpoint":
-        return (("saving", _positive(line.get("blocked_seconds"))),)
-    return ()
+        return {"saving": _positive(line.get("blocked_seconds"))}
+    return {}
 
 
-def _pour(claims: Sequence[_Seconds], lengths: Sequence[float]) -> list[_Seconds]:
-    """Fit the claims into stretches of these lengths, each as near to its own as there is room.
+def _fit(claims: Sequence[_Seconds], lengths: Sequence[float]) -> None:
+    """Fit the claims into stretches of these lengths, in place.
 
-    What does not fit is carried to later stretches, then to earlier ones. If all claims together
-    are longer than the start, which only a changed clock can cause, the rest is dropped.
+    What does not fit is carried to later stretches, then to earlier ones, a like part of each
+    owner's. If all claims together are longer than the start, which only a changed clock can cause,
+    the rest is dropped.
     """
-    given: list[_Seconds] = []
-    carried: _Seconds = {}
-    for own, length in zip(claims, lengths, strict=True):
-        if not carried and sum(own.values()) <= length:  # nearly always
-            given.append(own)
-            continue
-        for owner, seconds in own.items():
-            carried[owner] = carried.get(owner, 0.0) + seconds
-        given.append({})
-        _move(carried, given[-1], length)
-    if carried:
-        for length, into in zip(reversed(lengths), reversed(given), strict=True):
-            _move(carried, into, length)
-    return given
-
-
-def _move(carried: _Seconds, into: _Seconds, length: float) -> None:
-    """Move as many seconds as there is room for, a like part of each owner's."""
-    wanted, room = sum(carried.values()), length - sum(into.values())
-    if wanted <= 0 or room <= 0:
-        return
-    part = min(1.0, room / wanted)
-    for owner in list(carried):
-        into[owner] = into.get(owner, 0.0) + carried[owner] * part
-        carried[owner] *= 1 - part
-    if part == 1.0:
-        carried.clear()
+    each, carried = list(zip(claims, lengths, strict=True)), _Seconds(float)
+    for seconds, length in (*each, *reversed(each)):
+        for owner, claimed in seconds.items():
+            carried[owner] += claimed
+        wanted = sum(carried.values())
+        part = min(1.0, length / wanted) if wanted else 1.0
+        for owner, claimed in carried.items():
+            seconds[owner], carried[owner] = claimed * part, claimed * (1 - part)
 
 
 def _positive(value: object) -> float:
