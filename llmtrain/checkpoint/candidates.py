@@ -36,9 +36,22 @@ from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.types import JsonMapping, JsonObject
 
-_PARTIAL = re.compile(r"step-\d{8,}\.partial")
-_TRASH = re.compile(r"\.trash-.+")
+COMPLETE, PARTIAL, TRASH = "complete", "partial", "trash"
+_KIND = re.compile(
+    rf"step-\d{{8,18}}\.(?:({PARTIAL})|(damaged|superseded)(?:-\d+)?)|\.({TRASH})-.+"
+)
 _log = logging.getLogger(__name__)
+
+
+def kind_of(name: str) -> str | None:
+    """Return what a name in the directory of checkpoints stands for; None for an unknown name.
+
+    complete, partial, damaged, superseded or trash
+    """
+    if form.step_of(name) is not None:
+        return COMPLETE
+    found = _KIND.fullmatch(name)
+    return found and found[found.lastindex or 0]
 
 
 def clean_up(root: Path) -> list[str]:
@@ -46,14 +59,13 @@ def clean_up(root: Path) -> list[str]:
 
     Called by rank 0 at the start, while it holds the run's lock. What cannot be deleted is logged.
     """
-    left = [one for one in form.names(root) if _PARTIAL.fullmatch(one) or _TRASH.fullmatch(one)]
-    return _delete(root, left)
+    return _delete(root, [one for one in form.names(root) if kind_of(one) in (PARTIAL, TRASH)])
 
 
 def remove_partials(root: Path) -> None:
     """Remove every partial checkpoint. Raises OSError if one cannot be removed."""
     for name in form.names(root):
-        if _PARTIAL.fullmatch(name):
+        if kind_of(name) == PARTIAL:
             shutil.rmtree(root / name)
 
 
@@ -75,7 +87,7 @@ def prune(root: Path, policy: CheckpointConfig, run_id: str, resumed_from: str |
     gone = [name for step, name in sorted(own.items()) if not kept[step] and _to_trash(root, name)]
     if gone:
         system.sync_directory(root)
-    _delete(root, [name for name in form.names(root) if _TRASH.fullmatch(name)])
+    _delete(root, [name for name in form.names(root) if kind_of(name) == TRASH])
     return gone
 
 

@@ -1,6 +1,6 @@
 """List the checkpoints of a run, and verify them.
 
-    look       names, sizes and why each is kept, from manifests and file sizes alone
+    look       names, sizes and why each is kept, from manifests, file sizes and headers alone
     verify     every byte, compared with its digest
 
 Nothing here needs torch, and nothing is written, so both work on a live run and on a read-only
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,23 +20,17 @@ from typing import Any
 
 from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.candidates import COMPLETE, kind_of
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
 
-COMPLETE, FOREIGN, UNREADABLE, OTHER = "complete", "other run", "unreadable", "other"
-SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), ("partial", "trash")
+FOREIGN, UNREADABLE, OTHER = "other run", "unreadable", "other"
+SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), (candidates.PARTIAL, candidates.TRASH)
 LINK = "a link"  # a reason to keep a row
 _POLICY = {"keep_last", "keep_every", "keep_best"}
-
-_KINDS = {
-    re.compile(r"step-\d{8,18}\.partial"): "partial",
-    re.compile(r"step-\d{8,18}\.damaged(-\d+)?"): "damaged",
-    re.compile(r"step-\d{8,18}\.superseded(-\d+)?"): "superseded",
-    re.compile(r"\.trash-.+"): "trash",
-}
 _OF_A_RUN = (contents.CONFIG, contents.STATUS, contents.METRICS)
 
 Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, bytes read so far
@@ -54,7 +47,7 @@ class CheckpointRow:
     loss: the held-out loss of its step; None if that step was not evaluated
     last_loss: that of the newest evaluation up to its step, by which retention chooses
     kept: why retention keeps it; () if retention does not keep it, or does not consider it
-    wrong: problems found by manifest and sizes; None if it was not checked
+    wrong: problems found by manifest, sizes and headers, as at a start; None if it was not checked
 
     A link has the values of its target, as for a resume; it is kept, as retention deletes no links.
     """
@@ -70,7 +63,7 @@ class CheckpointRow:
 
     @property
     def valid(self) -> bool | None:
-        """Whether manifest and sizes show no problem; None if it was not checked."""
+        """Whether manifest, sizes and headers show no problem; None if it was not checked."""
         return None if self.wrong is None else not self.wrong
 
 
@@ -180,11 +173,11 @@ def place_of(path: Path) -> CheckpointPath:
     if here.is_dir():
         inside = here / contents.CHECKPOINTS
         if inside.is_dir() or _is_run(here):
-            return CheckpointPath(here, inside, None)
-        if (here / form.STATE).is_file() or (here / form.MANIFEST).is_file() or _kind(here.name):
-            return CheckpointPath(_run_of(here.parent), here.parent, here.name)
-        if here.name == contents.CHECKPOINTS or any(map(_kind, form.names(here))):
-            return CheckpointPath(_run_of(here), here, None)
+            return Place(here, inside, None)
+        if (here / form.STATE).is_file() or (here / form.MANIFEST).is_file() or kind_of(here.name):
+            return Place(_run_of(here.parent), here.parent, here.name)
+        if here.name == contents.CHECKPOINTS or any(map(kind_of, form.names(here))):
+            return Place(_run_of(here), here, None)
     raise UserError(Problem("RUN", path, "a run directory, its checkpoints/, or one checkpoint"))
 
 
@@ -194,13 +187,6 @@ def _is_run(path: Path) -> bool:
 
 def _run_of(root: Path) -> Path | None:
     return root.parent if root.name == contents.CHECKPOINTS and _is_run(root.parent) else None
-
-
-def _kind(name: str) -> str | None:
-    """Return the kind that a name under `checkpoints/` stands for; None for an unknown name."""
-    if form.step_of(name) is not None:
-        return COMPLETE
-    return next((kind for pattern, kind in _KINDS.items() if pattern.fullmatch(name)), None)
 
 
 def policy_of(run_dir: Path) -> CheckpointConfig:
@@ -238,35 +224,34 @@ def _is_ours(row: CheckpointRow) -> bool:
 
 def _row(path: Path, run_id: str | None) -> CheckpointRow | None:
     """Return the row of one directory; None if it disappeared while it was read."""
-    kind = _kind(path.name) or OTHER
+    kind = kind_of(path.name) or OTHER
     size, loss, last_loss, wrong = _bytes(path), None, None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
-        wrong, of = _sizes(path)
+        wrong, of = _whole(path)
         wrong = _why_quarantined(path) if kind == "damaged" and not wrong else wrong
         loss, last_loss = _losses(path)
-        if kind == COMPLETE and (of is None or of != run_id):
-            kind = FOREIGN if of or candidates.is_foreign(path, run_id) else UNREADABLE
+        if kind == COMPLETE and candidates.is_foreign(path, run_id):
+            kind = FOREIGN
+        elif kind == COMPLETE and of is None:
+            kind = UNREADABLE
     step = form.step_of(path.name.partition(".")[0])
     kept = (LINK,) if path.is_symlink() else ()
     row = CheckpointRow(path.name, kind, step, size, loss, last_loss, kept, wrong)
     return row if path.is_dir() else None
 
 
-def _sizes(path: Path) -> tuple[tuple[str, ...], str | None]:
-    """Return what manifest and sizes show to be wrong, and the run that the manifest names."""
+def _whole(path: Path) -> tuple[tuple[str, ...], str | None]:
+    """Return what these and the headers show to be wrong, and the run that the manifest names."""
     try:
         manifest = form.load(path)
     except (form.DamagedError, form.OtherFormatError) as error:
         return (str(error),), None
     wrong = []
-    for name, entry in manifest.files.items():
+    for name in manifest.files:
         try:
-            size = form.regular_size(path, name)
-        except form.DamagedError as error:
+            form.check_file(path, name, manifest)
+        except (form.DamagedError, FileNotFoundError) as error:
             wrong.append(str(error))
-            continue
-        if size != entry.size:
-            wrong.append(f"{name}: has {size} bytes instead of {entry.size}")
     return tuple(wrong), manifest.run_id
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.candidates import COMPLETE
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints.look import (
-    COMPLETE,
     LEFT_OVER,
     SET_ASIDE,
     UNREADABLE,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.candidates import is_foreign
 from llmtrain.config.checks import strategies_with, strategy_problem, unsplit
 from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
@@ -319,23 +320,13 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
         return None
     root, run_id = run_dir / contents.CHECKPOINTS, read_status(run_dir).get("run_id")
     for name in form.complete_names(root):
-        if _is_of_another_run(root / name, run_id):
-            continue
         try:
-            return stored_config(root / name)
+            if not is_foreign(root / name, run_id):
+                return stored_config(root / name)
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
             said = "the model's config in %s is not what memory is planned by: %s"
             _log.warning(said, name, first_line(error))
     return None
-
-
-def _is_of_another_run(checkpoint: Path, run_id: str | None) -> bool:
-    """Whether a checkpoint names another run; one that cannot be read is checked later."""
-    try:
-        found = form.state(checkpoint).get("run_id")
-    except (form.DamagedError, OSError):
-        return False
-    return None not in (found, run_id) and found != run_id
 
 
 def _has_begun(run_dir: Path) -> bool:

@@ -134,7 +134,9 @@ def test_a_wrong_size_and_a_missing_file_are_seen_and_a_flipped_bit_of_a_tensor_
     (root / "step-00000020" / "config.json").unlink()
     os.truncate(root / "step-00000016" / MODEL, 5)
     flip(root / "step-00000012" / MODEL)
+    flip(root / "step-00000008" / MODEL, 9)  # of its header
     found = rows(run)
+    assert found["step-00000008"].wrong[0].startswith(f"{MODEL}: ")
     assert found["step-00000020"].wrong == ("config.json: is missing",)
     (wrong,) = found["step-00000016"].wrong
     assert wrong.startswith(f"{MODEL}: has 5 bytes instead of ")
@@ -208,14 +210,14 @@ def test_without_a_status_the_newest_intact_one_says_whose_run_it_is(run):
 
 def test_what_goes_away_while_it_is_looked_at_is_left_out(run, monkeypatch):
     """As retention of a live run does."""
-    true = module._sizes
+    true = module._whole
 
     def deleting(path):
         if path.name == "step-00000008":
             shutil.rmtree(path)
         return true(path)
 
-    monkeypatch.setattr(module, "_sizes", deleting)
+    monkeypatch.setattr(module, "_whole", deleting)
     assert [row.step for row in look(run).rows] == [4, 12, 16, 20, 24]
 
 
