@@ -173,11 +173,11 @@ def place_of(path: Path) -> CheckpointPath:
     if here.is_dir():
         inside = here / contents.CHECKPOINTS
         if inside.is_dir() or _is_run(here):
-            return Place(here, inside, None)
+            return CheckpointPath(here, inside, None)
         if (here / form.STATE).is_file() or (here / form.MANIFEST).is_file() or kind_of(here.name):
-            return Place(_run_of(here.parent), here.parent, here.name)
+            return CheckpointPath(_run_of(here.parent), here.parent, here.name)
         if here.name == contents.CHECKPOINTS or any(map(kind_of, form.names(here))):
-            return Place(_run_of(here), here, None)
+            return CheckpointPath(_run_of(here), here, None)
     raise UserError(Problem("RUN", path, "a run directory, its checkpoints/, or one checkpoint"))
 
 
