@@ -259,7 +259,7 @@ def _without_count(
         known = memory(shape, Saved(0, 0, 0, 0), work, layout, hardware)
         lacking = missing(known, hardware)
         words = f"more than {size(known.total_bytes)} a device" if lacking else ""
-        candidates.append(Candidate(layout, known, not lacking, lacking, words, None))
+        candidates.append(Candidate(layout, known, lacking, words, None))
     return Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
 
 

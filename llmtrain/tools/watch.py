@@ -62,9 +62,7 @@ class View:
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON has it, without the curve."""
-        found = asdict(self)
-        del found["curve"]
-        return found | {"events": list(self.events)}
+        return {key: value for key, value in asdict(self).items() if key != "curve"}
 
 
 class Watcher:

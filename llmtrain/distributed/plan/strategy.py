@@ -160,10 +160,14 @@ class Candidate:
 
     layout: Layout
     memory: MemoryPlan
-    fits: bool
     missing_bytes: int
     remedy: str
     tokens_per_second: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device and the host lack nothing."""
+        return not self.missing_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +292,10 @@ def _estimate(
     shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
 ) -> Candidate:
     planned = memory(shape, saved, work, layout, hardware)
-    lacking = missing(planned, hardware)
     machine = None if hardware.cpu else machine_of(hardware.device)
     time = step_time(shape, work, layout, hardware, machine) if machine else None
     speed = time.tokens_per_second if time else None
-    return Candidate(layout, planned, not lacking, lacking, "", speed)
+    return Candidate(layout, planned, missing(planned, hardware), "", speed)
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:

@@ -241,7 +241,7 @@ def _row(path: Path, run_id: str | None) -> CheckpointRow | None:
 
 
 def _whole(path: Path) -> tuple[tuple[str, ...], str | None]:
-    """Return what these and the headers show to be wrong, and the run that the manifest names."""
+    """Return what is wrong by manifest, sizes and headers, and the run that the manifest names."""
     try:
         manifest = form.load(path)
     except (form.DamagedError, form.OtherFormatError) as error:

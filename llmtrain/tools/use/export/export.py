@@ -60,9 +60,7 @@ class Exported:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `llmtrain export --json` prints."""
-        found = {"path": str(self.path), "step": self.step, "files": dict(self.files)}
-        losses = None if self.losses is None else asdict(self.losses)
-        return {**found, "bytes": self.bytes, "losses": losses, "pushed": self.pushed}
+        return {**asdict(self), "path": str(self.path), "bytes": self.bytes}
 
 
 def export(
