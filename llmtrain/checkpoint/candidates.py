@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import faults, system
-from llmtrain.checkpoint import format
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, OtherFormatError
 from llmtrain.config.schema import CheckpointConfig
@@ -353,7 +352,7 @@ def _outside(path: Path) -> tuple[CheckpointManifest, JsonObject]:
     with of_our_format(path):
         manifest = form.load(path)
         for name in manifest.files:
-            format.check_file(path, name, manifest)
+            form.check_file(path, name, manifest)
         return manifest, state_of(path, manifest)
 
 

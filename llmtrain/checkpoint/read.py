@@ -21,7 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, system
 from llmtrain.agreement import captured, from_rank_zero, refuse
-from llmtrain.checkpoint import candidates, format
+from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.files import Patience, StoppedError
@@ -118,12 +118,12 @@ def _wrong(
     path: Path, manifest: CheckpointManifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
     """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
-    checked = {name: _damage(format.check_file, path, name, manifest) for name in manifest.files}
+    checked = {name: _damage(form.check_file, path, name, manifest) for name in manifest.files}
     wrong = {name: damage for name, damage in checked.items() if damage}
     whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
     parts = [(name, extent) for name, entry in whole for extent in entry.extents]
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda part: _damage(format.check_extent, path, *part), parts)
+        found = pool.map(lambda part: _damage(form.check_extent, path, *part), parts)
         for (name, extent), damage in zip(parts, found, strict=True):
             told(extent.length)
             if damage:
@@ -228,7 +228,7 @@ def _verify_together(
         share = extents[ranks.rank :: ranks.world_size]
         for number, (name, extent) in enumerate(share, 1):
             system.beat("verifying a checkpoint", number, len(share))
-            patience.retry(format.check_extent, path, name, extent)
+            patience.retry(form.check_extent, path, name, extent)
 
     damage = _vote(ranks, captured(verify_share).error, path.name, damage_is_answer=True)
     return "; ".join(damage)
@@ -241,7 +241,7 @@ def _find_tensors(path: Path) -> JsonObject:
         if file.endswith(form.TENSORS):
             with (path / file).open("rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
-            found |= form.places_in(file, format.check_tensors(path, file), start)
+            found |= form.places_in(file, form.check_tensors(path, file), start)
     return {
         name: (file, offset, tensor.dtype, tensor.shape)
         for name, (file, offset, tensor) in found.items()

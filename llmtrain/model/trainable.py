@@ -192,7 +192,7 @@ def attach(
 def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple[str, ...]:
     """Return the names of the layers that get an adapter, in the order of the model.
 
-    patterns: `auto` for all of `_adaptable`, or patterns (`*`, `?`) of names or of their ends
+    patterns: `auto` for all that can have one, or patterns (`*`, `?`) of names or of their ends
 
     Raises UserError for each pattern that matches none of them.
     """

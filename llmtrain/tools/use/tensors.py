@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from llmtrain import system
 from llmtrain.checkpoint import files as disk
-from llmtrain.checkpoint import format
 from llmtrain.checkpoint import format as form
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, needed_on_disk
 from llmtrain.types import DTYPES, Spec, TensorSpec
@@ -113,7 +112,7 @@ def specs(directory: Path, name: str) -> dict[str, TensorSpec]:
 
 def _places(directory: Path, name: str) -> dict[str, form.TensorLocation]:
     try:
-        found = format.check_tensors(directory, name)
+        found = form.check_tensors(directory, name)
         with (directory / name).open("rb") as opened:
             start = 8 + int.from_bytes(opened.read(8), "little")
         return form.places_in(name, found, start)
