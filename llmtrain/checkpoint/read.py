@@ -1,7 +1,7 @@
 """Finds the newest valid checkpoint, the same one on all ranks, and reads it.
 
-    find     rank 0 offers a candidate, each rank verifies its share of the bytes, all vote
-    fill     each rank reads ranges directly into the memory of its pieces
+    find           rank 0 offers a candidate, each rank verifies its share of the bytes, all vote
+    load_tensors   each rank reads ranges directly into the memory of its pieces
 
 *Damage*: the bytes are not those written. The checkpoint is renamed and the next older one is
 offered. *Trouble*: the disk does not answer. There are three tries, then the start fails and
@@ -156,19 +156,17 @@ def load_tensors(
     _refuse_other_tensors(found, stored, spec)
 
     def read() -> None:
+        import torch
+
         for number, piece in enumerate(pieces, 1):
             system.beat("reading a checkpoint, by tensor", number, len(stored))
-            # Read the bytes of one piece into its memory, on a device by way of a host buffer.
             place = stored[piece.name]
-            import torch
-
             start = place.offset + piece.start * form.DTYPES[place.tensor.dtype][0]
             data = piece.data.detach().view(torch.uint8)
             for offset in range(0, data.numel(), READ_BYTES):
                 block = data[offset : offset + READ_BYTES]
-                host = (
-                    block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
-                )
+                on_host = block.device.type == "cpu"
+                host = block if on_host else torch.empty_like(block, device="cpu")
                 patience.retry(
                     _read_into, found.path / place.file, start + offset, host.numpy().data
                 )

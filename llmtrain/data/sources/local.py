@@ -1,9 +1,8 @@
-"""Finds the files of a source on this machine.
+"""Finds the files of a source on this machine, and those of one split as the Hub would.
 
 A local path comes first. The suffix of a file decides how it is read, so one directory may mix
-formats. Any other path in the form of an id is a data set on the Hub (`hub.py`).
-
-Finds the files of one split in a directory on this machine, as the Hub would.
+formats. Any other path in the form of an id is a data set on the Hub (`hub.py`). What the splits
+of a directory are is found in this order:
 
     README.md            its `configs`, as in a copy of a data set of the Hub
     names and folders    train, validation, test and their other names: test.jsonl, dev/a.parquet
