@@ -1,9 +1,9 @@
-"""The shape of the model of a transformers config, for the memory plan.
+"""The shape of the model of a transformers config for the memory plan, and what is recomputed.
 
 The model is built on meta, without memory, weights or a download. Parameters are identified by the
 object, not by name, so that a tied parameter counts once.
 
-`model.activation_checkpointing`: activations that the backward recomputes.
+What the backward recomputes is `model.activation_checkpointing`:
 
     none        nothing is recomputed: every tensor that the backward needs is kept
     selective   the results of matrix products and attention, which are expensive, are kept

@@ -2,26 +2,22 @@
 
 Two figures, which differ:
 
-    held-out set of a run     blocks, as the run scores them: its `eval` line again    packed.py
-                              with any model, as if the run began with it              as_run.py
-    any documents             each alone behind a begin token: lm-eval's figure        rolling.py
+    held-out set of a run     blocks, as the run scores them: its `eval` line again (`packed.py`);
+                              with any model, as if the run began with it (`target.py`)
+    any documents             each alone behind a begin token (without one, the end-of-text token),
+                              so that its first token is scored too: the figure of lm-eval's tasks
+                              of output type `loglikelihood_rolling`
 
-Score documents one by one, as lm-eval's tasks of output type `loglikelihood_rolling` do.
-
-Each document stands alone behind the begin token (without one, the end-of-text token), so that its
-first token is scored too. A document longer than the model's positions is scored in windows:
+A document longer than the model's positions is scored in windows:
 
     window 4, stride 4     [b 1 2 3] → 1 2 3 4     [4 5 6 7] → 5 6 7 8     [6 7 8 9] → 10
     window 4, stride 2     [b 1 2 3] → 1 2 3 4     [2 3 4 5] → 5 6         [4 5 6 7] → 7 8 …
 
 A smaller stride gives more context to each token and costs more time. Every token counts once.
 
-Benchmark tasks, by lm-eval, of its own collection or described in a file.
-
-The trap: lm-eval lets a tokenizer add its begin token to a text that it has put a begin token in
-front of already, and scores the second one. So it is told to let the tokenizer add none.
-
-The documents that `--data` names, as text.
+Tasks, of lm-eval's own collection or described in a file, are run by lm-eval. The trap: it lets a
+tokenizer add its begin token to a text that it has put a begin token in front of already, and
+scores the second one. So it is told to let the tokenizer add none.
 """
 
 from __future__ import annotations

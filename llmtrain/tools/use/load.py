@@ -1,13 +1,13 @@
-"""Load a model to use it: whole, or adapters on the model that they were trained on.
+"""Load a model to use it: whole, or saved adapters on the model that they were trained on.
 
-Saved adapters: what they were trained on, and their layers in a model, made by peft.
+peft makes the layers of the adapters, and decides which name in their file belongs to which
+parameter, as it differs by kind:
 
     file     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
     model                     model.layers.0.self_attn.q_proj.lora_A.default.weight
 
-Which name in the file belongs to which parameter is left to peft, as it differs by kind. The trap:
-peft loads a file that lacks tensors, or has others, without an error. So names and shapes are
-compared first.
+The trap: peft loads a file that lacks tensors, or has others, without an error. So names and shapes
+are compared first.
 """
 
 from __future__ import annotations

@@ -1,24 +1,21 @@
-"""Which weights a MODEL_OR_RUN means.
+"""Which weights a MODEL_OR_RUN means, and how a run would see a model.
 
     runs/a                             its best checkpoint, else the newest
     runs/a/checkpoints/step-00000300   that one
     DIR                                a model as `save_pretrained` writes it, or adapters for one
     owner/name                         a model of the Hub, downloaded into the Hub's cache
 
-Nothing here needs torch.
-
-Weights as a run with `adapter.kind: qlora` holds them: rounded to four bits.
-
-Its adapter corrects these weights, not those in the files. So they are rounded here, too, and kept
-as ordinary numbers.
-
-A model as a run saw the one that it began with: what `evaluate BASE --as RUN` measures.
+`evaluate BASE --as RUN` measures a model as the run saw the one that it began with:
 
     weights of BASE ─► a row for each entry of RUN's tokenizer, new ones the mean of the others
                     ─► RUN's attention ─► RUN's adapters, which are still without effect
 
 These are the steps of a start, made by the same functions. So the figures of RUN's own base are
-those of RUN's evaluation before its first step.
+those of RUN's evaluation before its first step. With `adapter.kind: qlora` a run holds its weights
+rounded to four bits, and its adapter corrects these, not those in the files. So they are rounded
+here, too, and kept as ordinary numbers.
+
+To find weights needs no torch.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """The proof of an export: another process loads it, and computes the loss of the run's own model.
 
-    this process    8 blocks of the run's held-out set ─► stdin of `reload.py`
+    this process    8 blocks of the run's held-out set ─► stdin of this module as a program
     the other one   loads the run's model, then the export; prints both losses
-
-The other process needs the memory of one model. Its arithmetic is fp32, so only what was written
-can make a difference.
-
-A program that loads models as anybody would and prints their losses: the proof of an export.
 
     {"models": […], "ids": [[…]], "labels": [[…]], "state": {…}} ─► [loss, …]
 
-Whole models are loaded by transformers and nothing else. Adapters are put by peft on the model that
-they name, which is held as `state`, of the checkpoint, says.
+The other process loads models as anybody would, and needs the memory of one. Whole models are
+loaded by transformers and nothing else. Adapters are put by peft on the model that they name, which
+is held as `state`, of the checkpoint, says. Its arithmetic is fp32, so only what was written can
+make a difference.
 
-Upload an export to a private repository of the Hub, with the token of the environment.
+An export that was proved may be uploaded, to a private repository of the Hub, with the token of the
+environment.
 """
 
 from __future__ import annotations
