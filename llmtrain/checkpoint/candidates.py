@@ -5,8 +5,8 @@
     step-00000400.superseded   newer than the one that `checkpoint.resume` named
     .trash-400                 to be deleted: never read, and gone at the next start at the latest
 
-A start only renames. The policy of the run deletes, in three steps: rename to `.trash-…`, fsync the
-parent, delete; so a kill in between leaves no half of a checkpoint under a name that is read.
+The search only renames. The policy of the run deletes, in three steps: rename to `.trash-…`, fsync
+the parent, delete; so a kill in between leaves no half of a checkpoint under a name that is read.
 
 The trap: a checkpoint of another run, or of another format, may be in the same directory. It is not
 a candidate, and is neither renamed nor deleted: only what its own manifest gives to this run is.

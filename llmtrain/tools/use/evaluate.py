@@ -148,7 +148,7 @@ def _tensors(batch: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
 
 TASKS_KEY = "--tasks"
 _SPLITS = ("test_split", "validation_split", "training_split", "fewshot_split")
-_FILE = (".yaml", ".yml")
+_YAML = (".yaml", ".yml")
 _BATCH_SIZE = 8
 
 
@@ -157,7 +157,7 @@ def check_tasks(names: Sequence[str]) -> None:
     if names and importlib.util.find_spec("lm_eval") is None:
         expected, remedy = "an installed lm-eval", "pip install 'llmtrain[eval]'"
         raise UserError(Problem(TASKS_KEY, ", ".join(names), expected, remedy))
-    raise_any(problem for name in names if name.endswith(_FILE) for problem in _problems(name))
+    raise_any(problem for name in names if name.endswith(_YAML) for problem in _problems(name))
 
 
 def run_tasks(
@@ -178,8 +178,8 @@ def run_tasks(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    files = [Path(name) for name in names if name.endswith(_FILE)]
-    asked = [_task_of(name) if name.endswith(_FILE) else name for name in names]
+    files = [Path(name) for name in names if name.endswith(_YAML)]
+    asked = [_task_of(name) if name.endswith(_YAML) else name for name in names]
     manager = TaskManager(
         include_path=sorted({str(file.parent) for file in files}),
         include_defaults=len(files) < len(names),  # reading all of them takes seconds
@@ -256,7 +256,6 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 DATA_KEY = "--data"
-_CONFIG = (".yaml", ".yml")
 
 
 def documents_of(given: str) -> Iterator[str]:
@@ -268,7 +267,7 @@ def documents_of(given: str) -> Iterator[str]:
     Raises UserError for what cannot be read, for conversations, and for a token cache, which has
     no text.
     """
-    if given.endswith(_CONFIG):
+    if given.endswith(_YAML):
         config = load_config(given)
         limit: int | None = config.evaluation.max_documents
     else:
