@@ -2,7 +2,7 @@
 
 Each rank does its part, and then all learn who failed. Either all continue or all raise: a rank
 that raised alone would leave the others waiting in the next collective. Every function here except
-`attempt`, `refuse` and `failure` is collective. Values are sent as JSON; nothing is pickled.
+`captured`, `refuse` and `failure` is collective. Values are sent as JSON; nothing is pickled.
 """
 
 from __future__ import annotations

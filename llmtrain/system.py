@@ -1,24 +1,18 @@
-"""Writes that survive a crash: a file is written completely or not at all.
+"""What a process asks of the operating system: durable files, processes, and its own heartbeat.
 
-A rename is on the disk only after its directory has been synced.
-
-What a process asks of the operating system about itself, its parent and its children.
+A file is written completely or not at all. The trap: a rename is on the disk only after its
+directory has been synced. File names from elsewhere must lead to regular files inside their
+directory: anybody can write an index or a manifest, and opening the files that it names would
+silently follow `../x` and symbolic links.
 
 Linux can send a signal to a child whose parent dies (`prctl`, PR_SET_PDEATHSIG). Elsewhere these
 calls do nothing. The trap: the parent may have died before the child asked, so afterwards the child
 has to compare `os.getppid()` with the parent's process id.
 
-The heartbeat of this process: a count of finished work, and what the process is doing.
-
-The watchdog reads it, and a person is shown it while nothing else is. A call costs a few
-assignments, since `beat` is called in the innermost loops: at each micro-batch, block of an
-evaluation, wait for data, 64 MiB of a file, vote and stage of the start. This module uses only the
-standard library.
-
-Checks that file names from elsewhere lead to regular files inside their directory.
-
-Anybody can write an index or a manifest. Opening the files that it names would silently follow
-`../x` and symbolic links.
+The heartbeat is a count of finished work, and what the process is doing. The watchdog reads it, and
+a person is shown it while nothing else is. A call costs a few assignments, since `beat` is called
+in the innermost loops: at each micro-batch, block of an evaluation, wait for data, 64 MiB of a
+file, vote and stage of the start. This module uses only the standard library.
 """
 
 from __future__ import annotations

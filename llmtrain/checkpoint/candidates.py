@@ -1,19 +1,17 @@
-"""What rank 0 finds in the directory of checkpoints: which one to resume from, which to rename.
+"""What rank 0 does in the directory of checkpoints: choose one to resume from, rename, delete.
 
     step-00000400              complete; ordered by the number
     step-00000400.damaged      its bytes are not those written; `why.txt` in it has the reason
     step-00000400.superseded   newer than the one that `checkpoint.resume` named
+    .trash-400                 to be deleted: never read, and gone at the next start at the latest
 
-Nothing is deleted here, only renamed. A symbolic link counts as its target. The trap: a checkpoint
-of another run, or of another format, may be in the same directory. It is not a candidate and is not
-renamed.
+The search only renames. The policy of the run deletes, in three steps: rename to `.trash-…`, fsync
+the parent, delete; so a kill in between leaves no half of a checkpoint under a name that is read.
 
-Which checkpoints are kept, and what is deleted.
-
-A checkpoint is deleted in three steps: rename to `.trash-300`, fsync the parent, delete. A kill in
-between leaves a name that is never read and that the next start deletes. The trap: only checkpoints
-whose own manifest names this run are deleted, and they are ordered by the number in the name, never
-by a time stamp of the disk.
+The trap: a checkpoint of another run, or of another format, may be in the same directory. It is not
+a candidate, and is neither renamed nor deleted: only what its own manifest gives to this run is.
+Checkpoints are ordered by the number in the name, never by a time stamp of the disk. A symbolic
+link counts as its target.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import faults, system
-from llmtrain.checkpoint import format
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, OtherFormatError
 from llmtrain.config.schema import CheckpointConfig
@@ -365,7 +362,7 @@ def _outside(path: Path) -> tuple[CheckpointManifest, JsonObject]:
     with of_our_format(path):
         manifest = form.load(path)
         for name in manifest.files:
-            format.check_file(path, name, manifest)
+            form.check_file(path, name, manifest)
         return manifest, state_of(path, manifest)
 
 

@@ -1,24 +1,18 @@
-"""Creates, opens and syncs the files of a checkpoint that is being written.
+"""The files of a checkpoint on a real disk: created, opened, synced, read again, and room for them.
 
 The trap: file systems report failures late, at fsync or even at close. Neither may be left out, and
 no error of either may be ignored.
-
-What the file system of the checkpoints can do, and which ranks write to it.
 
 A checkpoint becomes valid when its directory is renamed, so a store without rename is refused. On
 NFS a machine reads and writes through its own cache, so two machines must not write parts of one
 file. With several nodes on NFS, rank 0 therefore writes everything.
 
-Whether the disk has room for the checkpoints that a run keeps.
+Room is needed for the checkpoints that the policy of a run keeps, one that is being written and one
+that is being deleted. Those that the run has already are subtracted.
 
-A run needs room for the checkpoints that its policy keeps, one that is being written and one that
-is being deleted. Those that it has already are subtracted.
-
-Retries reading when the disk does not answer, unless a stop is asked for.
-
-There are three tries within half a minute: the second one soon, since many failures of a network
-file system are short, and the third one much later. Damage is not a failure of the disk and is not
-retried.
+If the disk does not answer, reading is tried three times within half a minute, unless a stop is
+asked for: the second time soon, since many failures of a network file system are short, and the
+third time much later. Damage is not a failure of the disk and is not retried.
 """
 
 from __future__ import annotations

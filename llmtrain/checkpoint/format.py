@@ -1,4 +1,4 @@
-"""The format of a checkpoint on disk: names, safetensors layout, manifest, digests.
+"""The format of a checkpoint on disk: names, safetensors layout, manifest, digests, and checks.
 
 A checkpoint is a directory: named, whole tensors in safetensors files, small files (JSON,
 tokenizer), and a manifest with each file's length and the digests of its bytes. Layout of a
@@ -10,11 +10,10 @@ Every rank knows names, dtypes and shapes, and so each tensor's place, before a 
 trap: tensors follow one another in the order of the spec without gaps. Wide dtypes must therefore
 come before narrow ones, or a reader could not map them.
 
-Checks that the files of a checkpoint are as they were written: sizes, headers, digests.
-
-The checks need neither torch nor other ranks. `read.find` divides them among the ranks, and
-`read.verify` does all of them in one process. A difference raises DamagedError. An OSError means
-that the disk did not answer, which proves nothing about the checkpoint.
+The checks of sizes, headers and digests need neither torch nor other ranks: `read.find` divides
+them among the ranks, and `read.verify` does all of them in one process. A difference raises
+DamagedError. An OSError means that the disk did not answer, which proves nothing about the
+checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the newest valid checkpoint, the same one on all ranks, and reads it.
 
-    find     rank 0 offers a candidate, each rank verifies its share of the bytes, all vote
-    fill     each rank reads ranges directly into the memory of its pieces
+    find           rank 0 offers a candidate, each rank verifies its share of the bytes, all vote
+    load_tensors   each rank reads ranges directly into the memory of its pieces
 
 *Damage*: the bytes are not those written. The checkpoint is renamed and the next older one is
 offered. *Trouble*: the disk does not answer. There are three tries, then the start fails and
@@ -21,7 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, system
 from llmtrain.agreement import captured, from_rank_zero, refuse
-from llmtrain.checkpoint import candidates, format
+from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.files import Patience, StoppedError
@@ -118,12 +118,12 @@ def _wrong(
     path: Path, manifest: CheckpointManifest, jobs: int, told: Callable[[int], object]
 ) -> dict[str, DamagedError]:
     """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
-    checked = {name: _damage(format.check_file, path, name, manifest) for name in manifest.files}
+    checked = {name: _damage(form.check_file, path, name, manifest) for name in manifest.files}
     wrong = {name: damage for name, damage in checked.items() if damage}
     whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
     parts = [(name, extent) for name, entry in whole for extent in entry.extents]
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda part: _damage(format.check_extent, path, *part), parts)
+        found = pool.map(lambda part: _damage(form.check_extent, path, *part), parts)
         for (name, extent), damage in zip(parts, found, strict=True):
             told(extent.length)
             if damage:
@@ -156,19 +156,17 @@ def load_tensors(
     _refuse_other_tensors(found, stored, spec)
 
     def read() -> None:
+        import torch
+
         for number, piece in enumerate(pieces, 1):
             system.beat("reading a checkpoint, by tensor", number, len(stored))
-            # Read the bytes of one piece into its memory, on a device by way of a host buffer.
             place = stored[piece.name]
-            import torch
-
             start = place.offset + piece.start * form.DTYPES[place.tensor.dtype][0]
             data = piece.data.detach().view(torch.uint8)
             for offset in range(0, data.numel(), READ_BYTES):
                 block = data[offset : offset + READ_BYTES]
-                host = (
-                    block if block.device.type == "cpu" else torch.empty_like(block, device="cpu")
-                )
+                on_host = block.device.type == "cpu"
+                host = block if on_host else torch.empty_like(block, device="cpu")
                 patience.retry(
                     _read_into, found.path / place.file, start + offset, host.numpy().data
                 )
@@ -228,7 +226,7 @@ def _verify_together(
         share = extents[ranks.rank :: ranks.world_size]
         for number, (name, extent) in enumerate(share, 1):
             system.beat("verifying a checkpoint", number, len(share))
-            patience.retry(format.check_extent, path, name, extent)
+            patience.retry(form.check_extent, path, name, extent)
 
     damage = _vote(ranks, captured(verify_share).error, path.name, damage_is_answer=True)
     return "; ".join(damage)
@@ -241,7 +239,7 @@ def _find_tensors(path: Path) -> JsonObject:
         if file.endswith(form.TENSORS):
             with (path / file).open("rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
-            found |= form.places_in(file, format.check_tensors(path, file), start)
+            found |= form.places_in(file, form.check_tensors(path, file), start)
     return {
         name: (file, offset, tensor.dtype, tensor.shape)
         for name, (file, offset, tensor) in found.items()

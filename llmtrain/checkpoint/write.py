@@ -1,16 +1,14 @@
 """Writes one checkpoint: partial directory → fsync → manifest → rename.
 
-    begin    rank 0 makes `step-00000300.partial` with small files, headers and room; vote
-    pieces   each rank hashes and writes its own ranges; no collective, any thread
-    commit   vote; rank 0 checks coverage, writes the manifest, renames; the outcome is broadcast
+    begin            rank 0 makes `step-00000300.partial` with small files, headers and room; vote
+    write_pieces     each rank hashes and writes its own ranges; no collective, any thread
+    collect_pieces   instead: the others send their parts, and rank 0 writes everything
+    commit           vote; rank 0 checks coverage, writes the manifest, renames; all learn the end
 
 The final name exists only if the checkpoint is complete. The trap: an error of a rank is not raised
 there but becomes its failed vote, so that all ranks end the save together and with the same result.
 
-Saves in which rank 0 writes everything: the other ranks send it their parts.
-
-For one tensor after another, every rank sends its parts, some MiB at a time, and rank 0 writes
-them:
+`collect_pieces` sends one tensor after another, some MiB at a time:
 
     round of 16 MiB, 2 ranks     rank 0: a[0, 8)   rank 1: a[20, 28)
                                  rank 0: a[8, 16)  rank 1: a[28, 36)  …

@@ -1,7 +1,4 @@
-"""`llmtrain config`: values and who set them, a schema for editors, a comparison.
-
-`llmtrain init`: a config for some data, or a recipe.
-"""
+"""`llmtrain config …` and `llmtrain init`: show, compare and write configs."""
 
 from __future__ import annotations
 

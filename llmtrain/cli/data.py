@@ -1,8 +1,6 @@
-"""`llmtrain data …`: the commands to inspect and convert training data.
+"""`llmtrain data …`: inspect and convert training data, and show the results in 80 columns.
 
 Only typer is imported here, as in `main.py`.
-
-Lines of 80 columns with the results of `llmtrain data inspect` and `llmtrain data which`.
 """
 
 from __future__ import annotations

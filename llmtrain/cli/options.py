@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and what the shell completes them with.
+"""What several commands share: arguments and options, their completion by the shell, and output.
 
 TAB starts a process, so completion imports only typer: the keys and their values come from
 `config/keys.json`, a list that `scripts/reference.py` writes and a test compares with the schema.

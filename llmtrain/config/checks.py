@@ -1,9 +1,7 @@
-"""Rules between keys of a config.
+"""Rules between keys of a config, and those of a model's own fields.
 
 Each function takes only the sections that it checks, so that `load_config` can apply it even if
-another section is not valid.
-
-A model's own fields are checked here too, without transformers, which takes seconds to import.
+another section is not valid. None imports transformers, which takes seconds.
 """
 
 from __future__ import annotations

@@ -4,18 +4,15 @@ A few units of a source are its evaluation units. A document in them is held out
 id is below a threshold. So the split does not depend on file order or on what else is read, and one
 pass over the held-out documents reads a few units, not the whole source.
 
-The held-out documents as tokens, in blocks that score every token of them once.
-
-Texts are one stream:
+Held-out documents lie in blocks that score every token of them once. Texts are one stream:
 
     ids      eos  d o c u m e n t  eos  d o c  eos …        scored: the letters
 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
 
 Behind them come the conversations, which are never cut: `seq_len` ids at a time are filled with
-whole sequences and padding, and what the model would have to say is scored.
-
-With packing single each text and each sequence begins a block of its own, and ends with padding.
+whole sequences and padding, and what the model would have to say is scored. With packing single
+each text and each sequence begins a block of its own, and ends with padding.
 
 The trap: with a document mask and no begin token, nothing precedes a document's first token, so
 training never predicts it. Then it is not scored and its bytes are not counted, so that

@@ -7,11 +7,10 @@ After the last unit of its list a lane continues with epoch e + 1, without waiti
 Its whole state is one cursor per source. The trap: lanes share nothing but a cache of decoded
 units, so that the blocks of one lane never depend on which others this process has opened.
 
-Decides which source each block comes from: a pure function of g, without state to resume.
-
-g times the golden ratio, modulo 1, is spread evenly over [0, 1) in any stretch of blocks. This
-interval is cut into parts, one for each source, as long as the source's share. In any 32 blocks in
-a row, each source then has its share to within 2 blocks.
+Which source block g comes from is a pure function of g, without state to resume: g times the golden
+ratio, modulo 1, is spread evenly over [0, 1) in any stretch of blocks, and this interval is cut
+into parts, one for each source, as long as the source's share. In any 32 blocks in a row, each
+source then has its share to within 2 blocks.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def _was_moved(entry: JsonObject, now: SourceConfig, key: str) -> bool:
         there = resolve(now, key).files
     except UserError:
         return False  # reported when the source is read
-    # A run may have begun with all splits of a directory, see `splits.py`.
+    # A run may have begun with all splits of a directory, see `sources/local.py`.
     moved = [root / file.name for file in stored]
     same = all(
         path.is_file() and (path.stat().st_size, edges_digest(path)) == file[1:]

@@ -4,9 +4,8 @@
                                                                                           │
     later starts:   manifest.load  ─►  check(manifest, …)                  ◄──────────────┘
 
-`file_parts.py` finds the parts of files and cuts them into units.
-
-What it means for a run that a source has conversations, and how that is found out.
+`file_parts.py` finds the parts of files and cuts them into units. Whether a source has
+conversations is found out here, too, with what that means for packing and lanes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The peak memory of a process, and the memory of the host.
+"""What a process uses: its peak memory, the memory of the host, and the cost of its operators.
 
 The memory of a process is what torch allocated on a GPU, and the resident memory on a CPU.
 
-Records what the operators of some steps cost, with torch's profiler.
-
-Each rank writes a trace, which chrome://tracing and perfetto.dev open. Rank 0 also writes the
-operators that took longest, which the report shows.
+For some steps torch's profiler records the operators. Each rank writes a trace, which
+chrome://tracing and perfetto.dev open. Rank 0 also writes the operators that took longest, which
+the report shows.
 
     profile/rank-0.json.gz   profile/rank-1.json.gz   profile/operators.json
 """

@@ -8,12 +8,11 @@ They have no control characters; texts are in quotes, their newlines as JSON has
 loop calls `training` at every step, so a call that draws nothing must cost almost nothing: it reads
 the clock and returns.
 
-Tells a person what a run is doing while it shows nothing else: anything that takes long.
+While nothing else is shown, what takes long is told in the words of the heartbeat, in a plain log,
+too:
 
     reading a unit of the data (41), 3 s
     reading a unit of the data (96), 6 s
-
-The words are those of the heartbeat. A plain log gets them too.
 """
 
 from __future__ import annotations

@@ -2,20 +2,18 @@
 
 Names are `kind/field` of `metrics.jsonl`: `train/loss`, `eval/bits_per_byte`, and of one source
 `eval/LABEL/loss`. Ids are kept in `trackers.json`, so a resumed run continues the same tracker
-run. The trap: a tracker is an outside service. Its exceptions must never end the run: a failure is
-reported as one event, and the tracker is tried again every 100 logs. One that never answers is
-waited for once, and then opened beside the run.
+run. All four write into the run directory, unless the tracker's own variables say otherwise.
 
-How each tracker's run is opened, or continued after an earlier start.
+The trap: a tracker is an outside service. Its library may write to stdout, ask its maker's server
+for something or wait for minutes. Its exceptions must never end the run: a failure is reported as
+one event, and the tracker is tried again every 100 logs. One that never answers is waited for once,
+and then opened beside the run.
 
-All four write into the run directory, unless the tracker's own variables say otherwise. TensorBoard
-and Weights & Biases go through accelerate's trackers. MLflow and trackio do not: accelerate's
-MLflow tracker works on the one run and address of the process, so that a second run in a notebook
-would go to the store of the first, and it fails where a resume has changed a value of the config.
-Its trackio tracker adds a value of its own to the config, and trackio keeps a finished run as its
-current one.
-
-The trap: a library may write to stdout, ask its maker's server for something or wait for minutes.
+TensorBoard and Weights & Biases go through accelerate's trackers. MLflow and trackio do not:
+accelerate's MLflow tracker works on the one run and address of the process, so that a second run in
+a notebook would go to the store of the first, and it fails where a resume has changed a value of
+the config. Its trackio tracker adds a value of its own to the config, and trackio keeps a finished
+run as its current one.
 """
 
 from __future__ import annotations

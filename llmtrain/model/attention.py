@@ -17,42 +17,9 @@ which hides documents from each other where `position_ids` restart. It does so o
 and without an `attention_mask`. Our function supports neither, so a model uses it only after
 `install` has compared the two.
 
-The positions and borders of a micro-batch's documents, as arguments of the model.
-
-    starts         [0, 3] [0]               two rows of five tokens
-    position_ids   [0 1 2 0 1] [0 1 2 3 4]
-    cu_seq_lens    0 3 5 10                 borders in the rows joined end to end
-    max_length     5
-
-For a compiled model, to which another number of documents would be another shape:
-
-    cu_seq_lens    0 3 5 10 10 10 10 10     the last border, up to a power of two
-    max_length     5                        always seq_len
-
-Kernels of state-space and linear attention layers take such borders too, on CUDA, if all rows are
-one (`JOINED`):
-
-    position_ids   [0 1 2 0 1 0 1 2 3 4]    (1, B·T), so the model gets the ids in that shape
-    seq_idx        [0 0 0 1 1 2 2 2 2 2]
-
-Rows of one document each (packing single) need none of them: padding is behind the document, where
-a causal model does not see it. Such rows are cut behind the last position that any of them needs.
-Only a rope that depends on length and the loss of a router have to be told what is padding.
-
-They are computed in numpy. torch would start its threads for arrays of this size, which takes up to
-milliseconds on busy cores.
-
-Rotary positions whose frequencies a model chooses by the length of what it is given.
-
-LongRoPE has two sets of factors: short ones for up to `original_max_position_embeddings` tokens,
-long ones beyond. transformers chooses by the largest position of the whole micro-batch:
-
-    alone            24 tokens → short factors      40 tokens → long factors     (original: 32)
-    side by side     24 and 40 tokens → long factors for both: other logits for the shorter one
-
-`by_document` makes the choice once for each document, so that packed documents and rows of a batch
-get what each gets alone. The config and the weights stay what they are: whoever opens the model in
-transformers finds the same choice for a text by itself.
+What else depends on the borders of documents is here, too: the arguments that tell a model where
+they are (`document_tensors`), those that tell it what is padding (`padding_tensors`), and ropes
+that choose their frequencies by the length of a document (`rope_by_document`).
 """
 
 from __future__ import annotations
@@ -81,6 +48,15 @@ def rope_by_document(model: PreTrainedModel) -> None:
     """Let LongRoPE choose its factors for each document by itself. Other models are left alone.
 
     A document begins where `position_ids` restart at 0. Without `position_ids` each row is one.
+
+    LongRoPE has short factors for up to `original_max_position_embeddings` tokens, and long ones
+    beyond. transformers chooses by the largest position of the whole micro-batch:
+
+        alone          24 tokens → short factors     40 tokens → long factors    (original: 32)
+        side by side   24 and 40 tokens → long factors for both: other logits for the shorter one
+
+    The config and the weights stay what they are: whoever opens the model in transformers finds the
+    same choice for a text by itself.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -491,9 +467,18 @@ def document_tensors(
 
     The result has position_ids, (B, T) int64, and for `llmtrain` attention also cu_seq_lens,
     (n + 1,) int32, and max_length. For `JOINED` it has these too, position_ids as (1, B·T), and
-    seq_idx, (1, B·T) int32, the number of each position's document. A compiled model gets
-    cu_seq_lens with empty documents at the end, so that few lengths occur. Copies to CUDA do not
+    seq_idx, (1, B·T) int32, the number of each position's document: kernels of state-space and
+    linear attention layers take such borders on CUDA, if all rows are one. Copies to CUDA do not
     wait for the device.
+
+        starts         [0, 3] [0]               two rows of five tokens
+        position_ids   [0 1 2 0 1] [0 1 2 3 4]
+        cu_seq_lens    0 3 5 10                 borders in the rows joined end to end
+        max_length     5
+        compiled       0 3 5 10 10 10 10 10     cu_seq_lens up to a power of two: few lengths occur
+
+    A compiled model's max_length is seq_len. Computed in numpy: torch would start its threads for
+    arrays of this size, which takes up to milliseconds on busy cores.
     """
     total = len(starts) * seq_len
     # The documents of the rows joined end to end.
@@ -532,7 +517,8 @@ def padding_tensors(
 ) -> MicroBatch:
     """Return the arguments of `LossModule.forward` for rows that end with padding.
 
-    Only what a model computes of whole rows needs to know of it.
+    Such rows (packing single) need no borders: padding is behind the document, where a causal model
+    does not see it. Only what a model computes of whole rows needs to know of it.
 
     labels: (B, T) int64; behind the last one of a row that has a loss there is padding.
     by_length: whether the model's rope depends on the length of a document: position_ids, (B, T)

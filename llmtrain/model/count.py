@@ -34,7 +34,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.model import attention, shape, trainable
-from llmtrain.model import trainable as freezing
 from llmtrain.model.loss import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
@@ -113,7 +112,7 @@ def _count(
     new_tokens: Sequence[int],
 ) -> Saved:
     whole = on_meta(model_config)
-    freezing.freeze(whole, freeze)
+    trainable.freeze(whole, freeze)
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     trainable.attach(whole, adapter, new_tokens, meta=True)
     targets = trainable.adapted_layers(whole)

@@ -2,7 +2,8 @@
 
 It is the sum, not the mean, because the step divides once by the trained tokens of all
 micro-batches and ranks. Logits are not returned, because under mixed precision accelerate copies
-every output tensor to fp32.
+every output tensor to fp32. All happens in this module's forward, where every strategy has the
+head's weight whole.
 
     head given     decoder ─► hidden ─► cross-entropy of the head, in chunks or by torch's kernel
     None           model ─► logits ─► cross-entropy
@@ -11,14 +12,9 @@ What else is trained (the z-loss, the loss of a mixture's router) adds its gradi
 sum, and not its value: a loss is nats of the trained tokens. The router's is kept in `router_loss`.
 It is a function of all tokens of a micro-batch together, so it depends on how a step is split.
 
-It all happens inside this module's forward, where every strategy has the head's weight whole.
-
-Finds out whether a model's logits are those of a plain linear head.
-
-Only then can the loss be computed a chunk of rows at a time, from the decoder's output and the
-head's weight (`model.cross_entropy`). Between the head and the logits a model may multiply by a
-constant and cap them with tanh, under names that differ from model to model. Any other model keeps
-its logits. What a model does is not read off its class, but found by a comparison:
+A head is given only if the logits are those of a plain linear head. Behind it a model may multiply
+by a constant and cap with tanh, under names that differ from model to model. So `examine` does not
+read it off the class, but compares; any other model keeps its logits:
 
     decoder ─► hidden ─► head ─► its output · 2ᵏ ─► the model's own end ─► logits
                      └─► softcap(scale · (W·hidden + b) · 2ᵏ) ──────────── equal?

@@ -1,9 +1,9 @@
-"""The shape of the model of a transformers config, for the memory plan.
+"""The shape of the model of a transformers config for the memory plan, and what is recomputed.
 
 The model is built on meta, without memory, weights or a download. Parameters are identified by the
 object, not by name, so that a tied parameter counts once.
 
-`model.activation_checkpointing`: activations that the backward recomputes.
+What the backward recomputes is `model.activation_checkpointing`:
 
     none        nothing is recomputed: every tensor that the backward needs is kept
     selective   the results of matrix products and attention, which are expensive, are kept
@@ -29,7 +29,6 @@ from transformers.pytorch_utils import Conv1D
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import trainable
-from llmtrain.model import trainable as freezing
 from llmtrain.text import first_line
 from llmtrain.torch_private import ATTENTIONS, GROUPED_PRODUCT
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
@@ -71,7 +70,7 @@ def describe_parameters(
     models of any size.
     """
     model = on_meta(model_config)
-    freezing.freeze(model, freeze)
+    trainable.freeze(model, freeze)
     if adapter is None or adapter.kind == "none":
         return shape(model, updates=updates)
     four_bits = trainable.linear_layers(model) if adapter.kind == "qlora" else []

@@ -1,6 +1,6 @@
-"""The run's tokenizer: rank 0 saves it with transformers; the data code opens it without.
+"""The run's tokenizer as transformers has it, and a model's rows, one for each of its tokens.
 
-The rows of the embeddings, one for each token: how many a model has, and how they grow.
+Rank 0 saves the tokenizer with transformers; the data code opens it without.
 
 A model often has more rows than its tokenizer has entries (padding to a round number), so rows are
 never taken away. They are added only where the tokenizer has entries that have no row.

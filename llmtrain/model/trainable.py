@@ -1,4 +1,7 @@
-"""Adapters: small trained matrices that peft injects beside the frozen weights of a model.
+"""Which parameters are trained: all, what `model.freeze` leaves, or adapters beside frozen ones.
+
+A frozen parameter keeps its initial value. A tied one has several names; any of them freezes it.
+Adapters are small matrices that peft injects beside the weights of a model:
 
     lora      W·x + α/r · B·A·x        A random, B zero: training begins with the output of the base
     rslora    α/√r instead
@@ -10,14 +13,9 @@ with a loss, blocks and attention. The trap: peft gives its matrices the dtype o
 they belong to. So the base is cast after they exist, and they stay fp32. peft is imported where it
 is used, because that takes a second, which other runs need not wait for.
 
-`model.freeze`: parameters that are not trained and keep their initial values.
-
-A tied parameter has several names, and any of them freezes it.
-
-Four-bit weights of a frozen base (qlora): nf4 with double quantization, by bitsandbytes.
-
-The model is built as any other; then its linear layers are replaced. Their weights are still whole
-numbers of 16 bits: bitsandbytes quantizes each when it is moved to its device.
+Four bits are nf4 with double quantization, by bitsandbytes. The model is built as any other; then
+its linear layers are replaced. Their weights are still whole numbers of 16 bits: bitsandbytes
+quantizes each when it is moved to its device.
 """
 
 from __future__ import annotations
@@ -192,7 +190,7 @@ def attach(
 def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple[str, ...]:
     """Return the names of the layers that get an adapter, in the order of the model.
 
-    patterns: `auto` for all of `_adaptable`, or patterns (`*`, `?`) of names or of their ends
+    patterns: `auto` for all that can have one, or patterns (`*`, `?`) of names or of their ends
 
     Raises UserError for each pattern that matches none of them.
     """

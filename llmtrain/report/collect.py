@@ -48,7 +48,7 @@ class Tables:
         later start may have changed; {} if it cannot be read
     chat: whether it trains conversations through a chat template
     auto: what was decided automatically, by key
-    profile: operators of the profiled steps, as `metrics/profile.py` writes them; {} without
+    profile: operators of the profiled steps, as `metrics.memory.Profile` writes them; {} without
     """
 
     name: str

@@ -27,7 +27,6 @@ from llmtrain.text import count, duration, fixed, number, percent, short, size, 
 from llmtrain.types import JsonMapping, JsonObject
 
 _ROWS = 60
-_TEXT = 4000
 _CONFIG = 100_000
 _OWNERS = {
     "training": "training",

@@ -1,17 +1,15 @@
-"""Every name in a run directory, and whether each must be a file or a directory.
+"""Every name in a run directory; whether the directory is one for all, and what is restored in it.
 
 If a directory has the name of a file, or the other way round, a start would fail with an error of
 the operating system, or train a model that it cannot save. So a start checks all names first.
 
-A check that all processes of a run see the same run directory.
-
 Rank 0 writes files there that the others read: manifest, tokenizer, checkpoints. If a machine had
-a directory of its own with the same name, that would be noticed late, or not at all.
+a directory of its own with the same name, that would be noticed late, or not at all. So all
+processes check that they see the same one.
 
-Restoring the files that a later start needs, if somebody deletes them during a run.
-
-They are kept open, and an open file can still be read after it was removed. So even if the whole
-run directory is deleted, the next save writes it again:
+Files that a later start needs are restored if somebody deletes them during a run. They are kept
+open, and an open file can still be read after it was removed. So even if the whole run directory is
+deleted, the next save writes it again:
 
     rm -r RUN  ──next save──►  RUN/lock, config.yaml, auto.json, tokenizer/, … as they were
 """

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from llmtrain.rundir import record
+from llmtrain.types import JsonMapping
 
 OWNERS = (
     "training", "waiting", "evaluating", "saving", "starting", "redone", "down", "other"
@@ -30,7 +30,6 @@ OWNERS = (
 MOST_STRETCHES = 1000
 _MOST = 1e15  # seconds: no run takes longer
 
-_Line = Mapping[str, Any]
 _Seconds = defaultdict[str, float]
 
 
@@ -77,7 +76,7 @@ def totals(found: Iterable[Stretch]) -> dict[str, float]:
 
 
 def stretches(
-    lines: Sequence[_Line], *, until: float = 0.0, most: int = MOST_STRETCHES
+    lines: Sequence[JsonMapping], *, until: float = 0.0, most: int = MOST_STRETCHES
 ) -> list[Stretch]:
     """Divide the time of a run among OWNERS.
 
@@ -105,13 +104,13 @@ def stretches(
     return found
 
 
-def without_idle_starts(lines: Sequence[_Line]) -> list[_Line]:
+def without_idle_starts(lines: Sequence[JsonMapping]) -> list[JsonMapping]:
     """Return the lines without those of starts that have added nothing to a run.
 
     They are a start that found the run finished and has no `train` line, and one that was refused.
     What is written between an `end` line and the next `start` line belongs to neither.
     """
-    kept: list[_Line] = []
+    kept: list[JsonMapping] = []
     finished = False
     for first, after in _starts(lines):
         own = [line for line in lines[first:after] if line.get("event") != record.REFUSED]
@@ -123,19 +122,19 @@ def without_idle_starts(lines: Sequence[_Line]) -> list[_Line]:
     return kept
 
 
-def _starts(lines: Sequence[_Line]) -> Iterable[tuple[int, int]]:
+def _starts(lines: Sequence[JsonMapping]) -> Iterable[tuple[int, int]]:
     """Yield the range of lines of each start; lines before the first one are a range, too."""
     edges = [0, *(n for n, line in enumerate(lines) if line["kind"] == "start" and n), len(lines)]
     return [(one, other) for one, other in pairwise(edges) if one < other]
 
 
-def _born(line: _Line) -> float:
+def _born(line: JsonMapping) -> float:
     """Return when the process of a start began; in older records, when it wrote its first line."""
     born = _positive(line.get("born"))
     return min(born, float(line["time"])) if born else float(line["time"])
 
 
-def _redone(lines: Sequence[_Line]) -> list[bool]:
+def _redone(lines: Sequence[JsonMapping]) -> list[bool]:
     """Whether each line is of a step that a later start went back behind."""
     found, resumed = [], float("inf")
     for line in reversed(lines):
@@ -146,7 +145,7 @@ def _redone(lines: Sequence[_Line]) -> list[bool]:
 
 
 def _of_start(
-    lines: Sequence[_Line], redone: Sequence[bool], begin: float, until: float, size: int
+    lines: Sequence[JsonMapping], redone: Sequence[bool], begin: float, until: float, size: int
 ) -> list[Stretch]:
     """Return the stretches of one start, whose time begins at `begin`.
 
@@ -175,7 +174,7 @@ def _of_start(
     return found
 
 
-def _claims(line: _Line, *, again: bool) -> Mapping[str, float]:
+def _claims(line: JsonMapping, *, again: bool) -> Mapping[str, float]:
     """Return owners and the seconds that a line gives to each."""
     kind = line["kind"]
     if kind == "train":

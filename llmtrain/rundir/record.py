@@ -7,11 +7,8 @@ file removes it:
     {"kind": "train", "step": 1, …}⏎
     {"kind": "train", "st                   ← torn by a kill; removed when the run resumes
 
-The new lines of a record that another process is writing.
-
-The fields of `metrics.jsonl` and `status.json` in words, for the reference pages.
-
-The events of a run in words, for the report and the reference pages.
+`Tail` reads the new lines of a record that another process is writing. `FIELDS` and `WORDS` say in
+words what the fields and the events are, for the report and the reference pages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The file `status.json`: what a run is doing, for people and other programs.
+"""The small files that a run replaces as a whole: `status.json` and `auto.json`.
 
-It is replaced atomically (temporary file, fsync, rename), so that a reader never sees half of it.
-Only rank 0, which holds the lock of the run directory, writes it.
+`status.json` is what a run is doing, for people and other programs. `auto.json` has the values that
+were chosen for `auto`, frozen for a run, a device type or a launch.
 
-The file `auto.json`: values chosen for `auto`, frozen for a run, a device type or a launch.
+Both are replaced atomically (temporary file, fsync, rename), so that a reader never sees half of
+one. Only rank 0, which holds the lock of the run directory, writes them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 Only a model's config and tokenizer are downloaded. Devices are those of this machine, unless their
 memory is given: then the speed is that of a device which is sold with that much memory, and the
-plan names it.
-
-The strategies of a plan as an HTML table, for a notebook: escaped, and without a script.
+plan names it. In a notebook the strategies are an HTML table: escaped, and without a script.
 """
 
 from __future__ import annotations

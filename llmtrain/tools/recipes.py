@@ -1,9 +1,9 @@
-"""The configs and launch files that come with the package.
+"""The configs and launch files that come with the package, and `quickstart`, which trains one.
 
 They are the files of `configs/` and `accelerate_configs/` at the top of the repository. In a
 checkout the folder `llmtrain/recipes` has links to these two; in an installed package, the files.
 
-Train on the built-in sample with two CPU processes, and write a report, in two minutes.
+The quickstart takes two minutes: the built-in sample, two CPU processes, a report at the end.
 """
 
 from __future__ import annotations

@@ -9,15 +9,14 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, lock, status
 from llmtrain.rundir.record import Tail, in_words
 from llmtrain.system import is_alive, start_time
+from llmtrain.types import JsonMapping, JsonObject
 
 _POINTS = 2000
 _SILENT = 60.0  # seconds without a line after which a person should know
@@ -60,7 +59,7 @@ class View:
     events: tuple[str, ...]
     curve: tuple[tuple[int, float], ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the view as JSON has it, without the curve."""
         return {key: value for key, value in asdict(self).items() if key != "curve"}
 
@@ -113,8 +112,8 @@ class Watcher:
         )
 
     def _forget(self) -> None:
-        self._start: Mapping[str, Any] = {}
-        self._train: Mapping[str, Any] = {}
+        self._start: JsonMapping = {}
+        self._train: JsonMapping = {}
         self._last: float | None = None  # time of the last line
         self._heldout: float | None = None
         self._evaluated: int | None = None
@@ -125,7 +124,7 @@ class Watcher:
         self._events: deque[str] = deque(maxlen=_EVENTS)
         self._curve: list[tuple[int, float]] = []
 
-    def _take(self, line: Mapping[str, Any]) -> None:
+    def _take(self, line: JsonMapping) -> None:
         """Keep what a line adds to the picture."""
         kind, self._last = line["kind"], float(line["time"])
         if kind == "start":
@@ -163,7 +162,7 @@ class Watcher:
             return None
         return max(0, steps - _whole(self._train.get("step"))) * self._spent / self._done
 
-    def _state(self, said: Mapping[str, Any]) -> tuple[str, str]:
+    def _state(self, said: JsonMapping) -> tuple[str, str]:
         """Return the state of the run, and what to know about one that is silent."""
         state = str(said.get("state") or "running")
         if state != "running":

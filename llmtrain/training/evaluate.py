@@ -1,11 +1,11 @@
-"""The loss on the held-out documents: exactly one pass, on any number of processes.
+"""The loss on the held-out documents, and texts that the model writes while it trains.
 
-If the documents come from several sources, the same pass also gives the loss on each of them.
+An evaluation is exactly one pass, on any number of processes. If the documents come from several
+sources, the same pass also gives the loss on each of them.
 
-Texts that the model writes while it trains, without any effect on the training.
-
-`generate` of transformers is not used, since it draws from the global random state. All ranks run
-the same forwards together, so that sampling also works where each holds a part of the weights.
+Samples have no effect on the training: `generate` of transformers is not used, since it draws from
+the global random state. All ranks run the same forwards together, so that sampling also works where
+each holds a part of the weights.
 """
 
 from __future__ import annotations

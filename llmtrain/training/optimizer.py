@@ -5,24 +5,18 @@
     adamw_8bit   AdamW of bitsandbytes, which keeps its moments in 8 bits
 
 Each group of the optimizer has an entry `algorithm`. It says which tensors the optimizer keeps for
-a parameter of the group: see `distributed/optimizer_state.py`.
+a parameter of the group: see `distributed/plan/memory.py`. The learning rate is a pure function of
+the step, so that a checkpoint need not store it.
 
-AdamW as one call of torch's fused kernel for each group of parameters.
+AdamW is one call of torch's fused kernel for each group. `torch.optim.AdamW` finds out in each step
+what does not change in a run: whether a parameter has its state, and which parameters are alike.
+For a small model that takes longer than the update.
 
-`torch.optim.AdamW` finds out in each step what does not change in a run: whether a parameter has
-its state, and which parameters are alike. For a small model that takes longer than the update.
-
-Muon: the momentum of each matrix is made orthogonal, and that is its update.
-
-The algorithm, its settings and its state are those of `torch.optim.Muon`. Two things differ. On a
-CPU the products of the orthogonalization are made in fp32, since a CPU without instructions for
-bf16 multiplies 70 times more slowly in it. And a sharded matrix may have fewer rows than there are
-ranks.
-
-Method: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; size of an update: Liu et al.
-2025, arXiv:2502.16982.
-
-The learning rate as a pure function of the step, so that a checkpoint need not store it.
+Muon makes the momentum of each matrix orthogonal, and that is its update. Algorithm, settings and
+state are those of `torch.optim.Muon`. Two things differ. On a CPU the products are made in fp32,
+since a CPU without instructions for bf16 multiplies 70 times more slowly in it. And a sharded
+matrix may have fewer rows than there are ranks. Method: Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; size of an update: Liu et al. 2025, arXiv:2502.16982.
 """
 
 from __future__ import annotations

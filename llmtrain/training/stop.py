@@ -1,13 +1,12 @@
-"""Signals that stop a run: a handler only sets a flag, which the step's reduction shares.
-
-This module uses only the standard library, and handlers are installed before torch is imported:
-imports take seconds, in which a signal must not kill a rank and leave its peers waiting.
-
-Requests to stop or save a run, and the flags by which each rank reports them in a step's vector.
+"""What stops or saves a run: signals and files, which ranks report as flags in a step's vector.
 
     a signal, a launcher that is gone      reported by every rank
     RUN/STOP, `checkpoint.stop_after`      reported by rank 0 alone: end with a checkpoint
     RUN/SAVE, `checkpoint.every_minutes`   reported by rank 0 alone: save and continue
+
+A handler only sets a flag, which the step's reduction shares. Handlers are installed before torch
+is imported, so only the standard library is used for them: imports take seconds, in which a signal
+must not kill a rank and leave its peers waiting.
 
 To look for a file costs as much as some operations of a small model, so a step looks only if the
 last look is 0.2 s old, or if its numbers decide at once. A file is deleted when its request is

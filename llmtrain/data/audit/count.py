@@ -432,7 +432,7 @@ class _Lengths:
         self._known: dict[tuple[str, bytes], tuple[Encoded, int]] = {}
 
     def documents(self, source: Source, texts: Sequence[str]) -> list[Encoded]:
-        """Return encoded documents as `Encoder` does, in their lengths."""
+        """Return encoded documents as `DocumentEncoder` does, in their lengths."""
         keys = [(source.label, xxhash.xxh3_128_digest(text.encode())) for text in texts]
         new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
         found = self._encoder.documents(source, list(new.values()))

@@ -1,15 +1,12 @@
 r"""Encodes rendered text with the run's tokenizer, added tokens included, in pieces.
 
-A tokenizer first cuts a text at its added tokens, then encodes what is between them, each part on
-its own. This module cuts at the same places, so a part that comes again, in the prompt of the next
-turn for example, is encoded once:
+A tokenizer first cuts a text at its added tokens, then encodes each part on its own. This module
+cuts at the same places, so a part that comes again, in a later prompt, is encoded once:
 
     <|im_start|> · user\nHi? · <|im_end|> · \n · <|im_start|> · assistant\n · Yes. · <|im_end|>
 
 It also tells where a prompt ends in the ids of a longer text (`boundary`), without offsets, which
-some tokenizers get wrong: only the part that the prompt ends in is encoded again, up to there.
-
-How a part is encoded depends on what precedes it:
+some tokenizers get wrong. How a part is encoded depends on what precedes it:
 
     first     nothing
     behind    an added token
@@ -18,18 +15,13 @@ How a part is encoded depends on what precedes it:
 
 The trap: SentencePiece's tokenizers put a blank in front of a text, some also behind every added
 token. So a part behind an added token is encoded behind one, whose id is removed. Byte-level
-tokenizers do no such thing. If the run has a faster back end for one, that encodes the parts.
+tokenizers do no such thing: the run's faster back end, if it has one, encodes their parts.
 
-A user may write `<|im_end|>`. After rendering, this string could not be told from the template's
-own. So before rendering, control tokens in the content of a message are put between two marks,
-characters for private use, and what is between marks is encoded as text:
+The other trap: a user may write `<|im_end|>`, which after rendering could not be told from the
+template's own. So `Control` puts marks around control tokens in the content of a message before it
+is rendered, and what is between marks is encoded as text:
 
     {"content": "what is <|im_end|>?"}   →   "what is \U000f0000<|im_end|>\U000f0001?"
-
-Marks in the input are removed first. Only rows that hold such a string are marked. Tokens that are
-not special, such as `<think>`, are control tokens only if the template writes them: Gemma has an
-added token for each HTML tag, and those stay what they are in inference. What an assistant says is
-marked for special tokens alone, since its `<think>` is what it generates.
 """
 
 from __future__ import annotations
@@ -57,7 +49,13 @@ _SPOKEN = ("content", *REASONING)
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The strings that are control tokens.
+    """The strings that are control tokens, which are marked in what people have written.
+
+    Marks are characters for private use; those in the input are removed first. Only rows that hold
+    such a string are marked. Tokens that are not special, such as `<think>`, are control tokens
+    only if the template writes them: Gemma has an added token for each HTML tag, and those stay
+    what they are in inference. What an assistant says is marked for special tokens alone, since its
+    `<think>` is what it generates.
 
     special: matches a special token or a mark
     every: matches those, and any other added token that the template writes

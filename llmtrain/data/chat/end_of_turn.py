@@ -10,21 +10,18 @@ If X, what is between the prompt and the answer, is added tokens and white space
 generate it: it becomes part of the prompt (`lead`). Any other X is trained: the blank that Mistral
 writes before an answer, for example, belongs to the answer's first token.
 
-A call of a tool may end with another token than an answer. So a call is rendered, too. Most
-templates write the same token behind it. If one does not, the call ends with the last token that is
-written with it:
+A call of a tool may end with another token, so it is rendered, too. If the answer's token does not
+follow it, the call ends with the last token that is written with it:
 
     <|start|>assistant to=functions.weather …{"town": "Ulm"}<|call|>
 
-Some templates write no end at all: there the first token of the next message ends a turn, since it
-is what the model has to generate to be stopped. It is found by rendering a message of the user
-behind an answer and a result behind a call, and is put behind every turn:
+Some templates write no end at all: there the first token of the next message ends a turn, unless
+the assistant's own messages begin with it, too. A message of the user behind an answer and a result
+behind a call show it, and it is put behind every turn:
 
     <|assistant|>\n{answer}<|user|>    <|assistant|>\n<tool_call>…</tool_call><|observation|>
 
-A token with which the assistant's own messages begin is none of these: it names no next role.
-
-Arguments of calls are objects for most templates. Some only write strings of JSON (`find_call`).
+Arguments of calls are objects for most templates; some only write strings of JSON (`find_call`).
 """
 
 from __future__ import annotations

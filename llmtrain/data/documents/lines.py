@@ -1,4 +1,4 @@
-r"""Splits files of JSON lines and of text into lines, parses lines and decompresses files.
+r"""Lines of files of JSON lines and of text: split, parsed, decompressed, and found on the Hub.
 
 A range [a, b) of a plain file owns the lines that *begin* in it, so that neighbours neither share
 nor lose a line:
@@ -9,12 +9,12 @@ nor lose a line:
 
 JSON lines end with `\n` only; lines of text with `\n`, `\r\n` or `\r`.
 
-Finds the bytes of a file on the Hub that a unit is read from.
+Of a file on the Hub only these bytes are read for a unit:
 
-row group     the chunks of the text and id columns; close ones are one range
-lines         the unit's own bytes, one byte before them and a margin after them
-rows of CSV, elements of an array    the unit's own bytes
-compressed    the whole file
+    row group     the chunks of the text and id columns; close ones are one range
+    lines         the unit's own bytes, one byte before them and a margin after them
+    rows of CSV, elements of an array    the unit's own bytes
+    compressed    the whole file
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Reads units for training, and decides which bad ones are left out and which end the run.
+"""Reads units for training, finds rows, and decides which bad units are left out or end the run.
 
-Finds where a row is: from its place in the order of a lane to its line in a file.
+A row has a place in the order of a lane, and one in its file:
 
     lane, epoch, position in its list    ─►  unit_at     the unit
     row as the lane reads them           ─►  row_order   the row in file order
     row in file order                    ─►  rows_of     the line's first byte, or the row's number
 
-`data which` names documents with it, and messages name rows that cannot be used.
+`data which` names documents by the second, and messages name rows that cannot be used.
 """
 
 from __future__ import annotations

@@ -1,25 +1,20 @@
-"""Keeps bytes of the Hub on disk, so that a second epoch or an outage needs no network.
-
-    $HF_HOME/llmtrain/<etag>/<start>-<end>      the bytes, then their xxh3 (8 bytes)
-    $HF_HOME/llmtrain/sources/<xxh3>.json       the files of a data set, as the Hub listed them
-
-Processes share it without a lock: a range is written under another name and renamed, one that is
-damaged or deleted counts as never read, and an etag names content that does not change.
-
-Keeps footers of parquet files of the Hub, so that they are requested once per run.
-
-    run.dir/footers/<etag>      a parquet file of nothing but the footer
-
-Rank 0 reads them when it looks for units. Every other process and every later start finds them in
-the run directory, and requests only units from the Hub.
-
-Reads ranges of files on the Hub in one process: from memory, disk, a read ahead or the network.
+"""Ranges of files on the Hub in one process: from memory, disk, a read ahead or the network.
 
     read   ─►  kept in memory?  ─►  being read ahead? wait for it  ─►  disk cache  ─►  network
     expect ─►  a daemon thread reads it, within AHEAD_RANGES and AHEAD_BYTES
 
 The bytes are the same wherever they come from, and the reader decides in which order it asks for
-them, so nothing here changes what is trained on.
+them, so nothing here changes what is trained on. On disk, a second epoch or an outage needs no
+network, and footers of parquet files are requested once per run:
+
+    $HF_HOME/llmtrain/<etag>/<start>-<end>      the bytes, then their xxh3 (8 bytes)
+    $HF_HOME/llmtrain/sources/<xxh3>.json       the files of a data set, as the Hub listed them
+    run.dir/footers/<etag>                      a parquet file of nothing but the footer
+
+Processes share the cache without a lock: a range is written under another name and renamed, one
+that is damaged or deleted counts as never read, and an etag names content that does not change.
+Rank 0 reads the footers when it looks for units; every other process and every later start finds
+them in the run directory.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Requests a range of a file on the Hub once: returns its bytes, or raises the reason.
+"""Reads ranges of files on the Hub exactly or not at all, for as long as peers wait.
 
     Hub  ──206──►  bytes                        with the token
     Hub  ──302──►  storage  ──206──►  bytes     a signed address, never the token
 
 An answer counts only with status 206, the `Content-Range` that was asked for and that many bytes; a
-whole file may also come with 200. A failure that may pass is an `AttemptError`; what a person must
-change (401, 403, 404, 410, 416 from the Hub, a file that was replaced) is a `UserError`. The trap:
-no time-out of a client notices a server that sends a few bytes now and then, so a request runs in a
-thread that can be abandoned (`wait_for`).
+whole file may also come with 200. A failure that may pass (timeouts, resets, hangs, wrong bodies,
+408, 429, 5xx) is an `AttemptError`, and is tried again after a random wait that grows. What a
+person must change (401, 403, 404, 410, 416 from the Hub, a file that was replaced) is a
+`UserError`. Nothing is ever skipped: when the time is over, the run ends; a restart continues it.
 
-Reads ranges of files on the Hub exactly or not at all, for as long as peers wait.
-
-Failures of the network that may pass (timeouts, resets, hangs, wrong bodies, 408, 429, 5xx) are
-tried again after a random wait that grows. Nothing is ever skipped: when the time is over, the run
-ends, and a restart continues it.
+The trap: no time-out of a client notices a server that sends a few bytes now and then, so a request
+runs in a thread that can be abandoned (`wait_for`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Finds the files of a source on this machine.
+"""Finds the files of a source on this machine, and those of one split as the Hub would.
 
 A local path comes first. The suffix of a file decides how it is read, so one directory may mix
-formats. Any other path in the form of an id is a data set on the Hub (`hub.py`).
+formats. Any other path in the form of an id is a data set on the Hub (`hub.py`). What the splits
+of a directory are is found out from the first of these that it has:
 
-Finds the files of one split in a directory on this machine, as the Hub would.
-
-    README.md            its `configs`, as in a copy of a data set of the Hub
-    names and folders    train, validation, test and their other names: test.jsonl, dev/a.parquet
     dataset_dict.json    what `DatasetDict.save_to_disk` writes, a folder for each split
     state.json           what `Dataset.save_to_disk` writes: the files that it lists
+    README.md            its `configs`, as in a copy of a data set of the Hub
+    names and folders    train, validation, test and their other names: test.jsonl, dev/a.parquet
 
 A directory without any of these has no splits, and all its files are read. Patterns and names are
 those of `datasets`, which is imported only where a name or a README may mean a split.

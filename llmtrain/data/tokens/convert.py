@@ -6,9 +6,8 @@ that is an entry without merging, while `tokenizers` merges listed pairs only. T
 if and only if the merges lead from its bytes to every entry (`find_unreached`). The reason: when
 tiktoken joins two neighbours, their bytes have been merged as they would be in the entry alone, and
 there the last merge, the only one listed with this result, joins the same two. The two libraries
-run patterns on different regular expression engines; whether these agree is tested, not proved.
-
-Awkward texts, on which two tokenizers, or two versions of one, are likely to differ.
+run patterns on different regular expression engines; whether these agree is tested on awkward
+texts, not proved.
 """
 
 from __future__ import annotations

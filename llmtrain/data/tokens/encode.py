@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
     ids (n,) int32; none if a row has nothing to train on
     cuts: where the sequences of a conversation begin and end in ids; () = a text
     trained (n,) bool: which ids are trained; None = all
-    counts: what happened to a conversation, as in `chat.Encoded`
+    counts: what happened to a conversation, as in `chat.EncodedChat`
     bad: why a row cannot be used
     """
 
@@ -44,7 +44,7 @@ class Encoded(NamedTuple):
 
 
 class Encodes(Protocol):
-    """What walks the lanes: `Encoder`, or something that gives documents of the same lengths."""
+    """What walks the lanes: `DocumentEncoder`, or what gives documents of the same lengths."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -1,24 +1,19 @@
-"""Opens the tokenizer that a run saved, and turns text into ids.
+"""The tokenizer of a run: trained on its texts or taken over, opened with one of two back ends.
 
-Two back ends give the same ids: `tokenizers`, which is the reference, and tiktoken, several times
-as fast, for tokenizers that can be converted (`convert.py`). Rank 0 chooses at a run's first start.
-The manifest keeps the choice, and every later start and every worker opens that back end.
+The back ends give the same ids: `tokenizers`, which is the reference, and tiktoken, several times
+as fast, for tokenizers that can be converted (`convert.py`). Rank 0 chooses at a run's first start
+and logs the reason. It takes tiktoken if the merges lead to every entry, and the ids equal those of
+`tokenizers` on documents of the run and on texts made to find a difference. The manifest keeps the
+choice, and every later start and every worker opens that back end.
 
 Text is only ever text: an article that contains `<|endoftext|>` gets the ids of these characters,
 never the control token. No back end knows added tokens, special or not. If a model makes one from
 text by itself, the string is cut in two.
 
-Chooses the back end that a new run tokenizes with. Rank 0 does it once, and logs the reason.
-
-It is tiktoken if the tokenizer can be converted, its merges lead to every entry, and the ids equal
-those of `tokenizers` on documents of the run and on texts made to find a difference.
-
-Trains a byte-level BPE on texts, and makes the files of a tokenizer directory.
-
-The tokenizer has the form of GPT-2's: every byte is a symbol, so no text is unknown and decoding
-returns exactly the same bytes; GPT-2's pattern cuts text into words before merging. `<|endoftext|>`
-has id 0 and is the only special token. The same texts give the same files, with any number of
-threads.
+A tokenizer that is trained has the form of GPT-2's: a byte-level BPE, in which every byte is a
+symbol, so no text is unknown and decoding returns exactly the same bytes; GPT-2's pattern cuts text
+into words before merging. `<|endoftext|>` has id 0 and is the only special token. The same texts
+give the same files, with any number of threads.
 """
 
 from __future__ import annotations

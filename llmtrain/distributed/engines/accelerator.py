@@ -1,13 +1,11 @@
-"""The only place that makes an `Accelerator`.
+"""The only place that makes an `Accelerator`, and that times the CPU to choose its precision.
 
-All its settings are passed as objects or arguments. Otherwise the environment and a default config
-file would decide them unnoticed.
+All settings of an `Accelerator` are passed as objects or arguments. Otherwise the environment and a
+default config file would decide them unnoticed.
 
-How fast this machine's CPU multiplies in fp32 and in bf16, found by timing it.
-
-Its flags do not tell: of two CPUs with AVX512-BF16 and without AMX, one multiplied bf16 four times
-as fast as fp32, the other at 0.6 of the speed of fp32. A CPU that only emulates bf16 is 70 times as
-slow in it.
+A CPU's flags do not tell how fast it multiplies in fp32 and in bf16, so both are timed: of two CPUs
+with AVX512-BF16 and without AMX, one multiplied bf16 four times as fast as fp32, the other at 0.6
+of the speed of fp32. A CPU that only emulates bf16 is 70 times as slow in it.
 """
 
 from __future__ import annotations

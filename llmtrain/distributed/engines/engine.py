@@ -1,16 +1,11 @@
-"""The engine of a strategy: how it runs a micro-batch, and clips and applies the gradients.
+"""The engine of a strategy: how it runs a micro-batch, clips and applies the gradients.
 
 `TorchEngine` drives DDP, FSDP2, HSDP and a single process. A step does not wait for the device,
 except with offloaded shards, which are updated on the host. How far to clip and whether to skip a
-bad update is decided from the step's reduced vector (clipping.py), so equally on all ranks.
-
-The decisions of a step, from its reduced vector: how far to clip, and whether to update at all.
-
-Where operations are queued, they are tensors of shape (), for which nobody waits. Elsewhere they
-are numbers: an operation on a tensor of one element takes as long as thirty on numbers, and there
-are twenty of them in a step. Both have the same bits.
-
-A check that replicas still have equal weights, bit by bit.
+bad update is decided from the step's reduced vector, so equally on all ranks. Where operations are
+queued, these decisions are tensors of shape (), for which nobody waits. Elsewhere they are numbers:
+an operation on a tensor of one element takes as long as thirty on numbers, and there are twenty of
+them in a step. Both have the same bits.
 
 Replicas make the same updates from the same gradients, so their weights are equal in every bit. If
 they became different, each replica would silently continue with its own. A checksum of each

@@ -8,17 +8,14 @@ which are replicas of each other:
         replica 0      rank 0    rank 1     all-gather, reduce-scatter: along a row
         replica 1      rank 2    rank 3     all-reduce of gradients: along a column, once a step
 
-An accelerate launch sets many FSDP_* variables, some of them from accelerate's defaults, and they
-silently override arguments. They are read here, a warning names each one that is not followed, and
-all are removed before accelerate could read them.
+The trap: an accelerate launch sets many FSDP_* variables, some of them from accelerate's defaults,
+and they silently override arguments. They are read here, a warning names each one that is not
+followed, and all are removed before accelerate could read them.
 
-Batch norm over several processes, with statistics of the micro-batch's rows on all ranks.
-
-Send weights from rank 0 into the shards of all ranks.
-
-Rank 0 reads or initialises the weights and sends them in pieces; each rank keeps its rows. No other
-rank ever has the whole model, not even in host memory. Tensors that are not in a checkpoint, such
-as buffers of rotary frequencies, are sent as well.
+Weights come from rank 0, which reads or initialises them and sends them in pieces; each rank keeps
+its rows. No other rank ever has the whole model, not even in host memory. Tensors that are not in a
+checkpoint, such as buffers of rotary frequencies, are sent as well. Batch norm takes its statistics
+of the micro-batch's rows on all ranks.
 """
 
 from __future__ import annotations

@@ -1,29 +1,24 @@
-"""DeepSpeed's config, which is made in code, and the set-up that DeepSpeed needs.
+"""DeepSpeed's ZeRO-1, 2 and 3: its config and set-up, its engine, and its state as named tensors.
 
 accelerate and DeepSpeed read many variables of the environment, some of them when DeepSpeed is
-imported. Nothing here therefore imports it at the top. accelerate also hands the config to
-transformers, which then silently partitions models while it builds them, and gives them other
-initial weights. `make` undoes that, and the model is partitioned when it is prepared.
+imported; so nothing here imports it at the top. accelerate also hands the config to transformers,
+which then silently partitions models while it builds them, and gives them other initial weights.
+`make` undoes that, and the model is partitioned when it is prepared.
 
-The engine of DeepSpeed's ZeRO-1, 2 and 3.
-
-accelerate's `backward` would make a step inside the last micro-batch. DeepSpeed's engine is
-therefore driven directly: it is told which micro-batch is the last, then runs the backward, and
-later the step. DeepSpeed computes its own norm, clips, and skips a step whose norm is not finite.
-Other reasons to skip a step (no trained token, failed data) are reported to it as an overflow.
-Unlike `TorchEngine`, it waits for the device at every step.
-
-ZeRO's fp32 masters and moments as ranges of named, whole tensors.
+accelerate's `backward` would make a step inside the last micro-batch. So DeepSpeed's engine is
+driven directly. It computes its own norm, clips, and skips a step whose norm is not finite; other
+reasons to skip a step are reported to it as an overflow. It waits for the device at every step.
 
     stages 1, 2   the parameters of a group are joined into a flat tensor, which is split evenly
                   over the ranks; a rank has all, a part or nothing of a parameter
     stage 3       each parameter is split evenly; the last ranks have less, or only padding
 
-The forward uses a copy of the masters: in bf16 it is rounded, in stage 3 it is gathered when it is
-needed. A checkpoint is therefore read into the masters, and `renew_copies` makes the copies again.
-Frozen parameters have no masters: if their copy is rounded, `Held` keeps their fp32 values. Those
-beside adapters are in no checkpoint, so they are not kept.
-Private names of DeepSpeed 0.19 are used only in this file and in `zero_engine.overflowing`.
+The forward uses a copy of the fp32 masters: in bf16 it is rounded, in stage 3 it is gathered when
+it is needed. A checkpoint is therefore read into the masters, and `renew_copies` makes the copies
+again. Frozen parameters have no masters: if their copy is rounded, `HeldWeights` keeps their fp32
+values. Those beside adapters are in no checkpoint, so they are not kept.
+
+Private names of DeepSpeed 0.19 are used only in this file.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """The strategy and mesh that the environment of a launch requests, and requests we do not support.
 
-`accelerate launch` turns the keys of its file into variables, and sets defaults for missing keys.
-A rank therefore cannot distinguish `fsdp_version: 1` in the file from a file without the key.
-Problems are named by the keys of the file. This module uses only the standard library, since it is
-read before torch is imported.
+accelerate's launcher turns each key of its file into a variable. All code uses the tables of this
+module: `llmtrain plan` writes the keys, `train --launch` checks them, a rank reads the variables.
 
     distributed_type: FSDP       →  ACCELERATE_USE_FSDP=true, FSDP_VERSION=1, FSDP_OFFLOAD_PARAMS=…
     distributed_type: DEEPSPEED  →  ACCELERATE_USE_DEEPSPEED=true, ACCELERATE_DEEPSPEED_ZERO_STAGE=2
     MULTI_GPU, NO, torchrun      →  neither: every strategy is still possible
 
-The keys of accelerate's config file, and the variables of a rank that they become.
-
-accelerate's launcher turns each key of its file into a variable. All code uses this one table:
-`llmtrain plan` writes the keys, `train --launch` checks them, and a rank reads the variables.
-
-    fsdp_config:      {fsdp_version: 2, …}   ↔  FSDP_VERSION=2 …
-    deepspeed_config: {zero_stage: 3, …}     ↔  ACCELERATE_DEEPSPEED_ZERO_STAGE=3 …
+The trap: the launcher also sets defaults for missing keys, so a rank cannot distinguish
+`fsdp_version: 1` in the file from a file without the key. Problems are named by the keys of the
+file. Only the standard library is used, since this is read before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Agreement between ranks before the process group is made, over the launcher's store.
+"""Agreement between ranks before the process group is made, over a store of this attempt alone.
 
 The strategy decides which kind of group is needed, and is planned first. A rank whose machine
 cannot join such a group must be able to report it, or its peers would wait until the timeout.
 
-A separate store for each restart by the launcher (`--max_restarts`).
-
-In torch 2.13 the ranks of every attempt use one store, which the launcher keeps. It still has the
-addresses of the previous attempt, so a rank that starts early connects to a dead process and fails,
-and the attempts are used up one by one. Rank 0 therefore opens a new store for each further
-attempt, and writes its port into the launcher's store.
+The trap: in torch 2.13 the ranks of every attempt (`--max_restarts`) use one store, which the
+launcher keeps. It still has the addresses of the previous attempt, so a rank that starts early
+connects to a dead process and fails, and the attempts are used up one by one. Rank 0 therefore
+opens a new store for each further attempt, and writes its port into the launcher's store.
 """
 
 from __future__ import annotations

@@ -7,23 +7,19 @@
 The peak is their sum, at the end of a forward, when the gradients of earlier micro-batches and all
 activations are in memory. One process with a single micro-batch a step needs less, since its
 activations are freed while gradients are created. That is not counted, because the trial at the
-start makes two passes without clearing gradients.
-
-A shard of FSDP2 has ceil(dim 0 / N) rows, not 1/N of the elements, so the first rank is the
-fullest.
+start makes two passes without clearing gradients. A shard of FSDP2 has ceil(dim 0 / N) rows, not
+1/N of the elements, so the first rank is the fullest.
 
 The tensors that each optimizer keeps for a parameter, here and in checkpoints:
 
     adamw        exp_avg, exp_avg_sq   fp32, of the parameter's shape
     muon         momentum_buffer       fp32, of the parameter's shape
-    adamw_8bit   state1, state2        one byte an element
+    adamw_8bit   state1, state2        one byte an element; fp32 of a small one, then nothing else
                  absmax1, absmax2      fp32, the scale of each block of 256 elements
                  qmap1, qmap2          fp32, the number that each of the 256 bytes stands for
-                 A small parameter has state1 and state2 in fp32, and nothing else.
 
 `training/optimizer.py` decides which of them updates a parameter, and writes its name into the
-optimizer's groups, as `algorithm`. Counts of updates are not among the tensors: a checkpoint stores
-one for all parameters.
+optimizer's groups, as `algorithm`. A checkpoint stores one count of updates for all parameters.
 """
 
 from __future__ import annotations

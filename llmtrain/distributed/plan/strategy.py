@@ -1,4 +1,4 @@
-"""The choice of a strategy for a run: the simplest of those that fit and are about the fastest.
+"""The choice of a strategy: the simplest of those that fit and are about the fastest, or a remedy.
 
 1. The candidates are the strategies of `LADDER`, each with none, selective and full activation
    checkpointing (offloads only with full), and with the largest micro-batch that fits.
@@ -9,7 +9,7 @@
 
 A strategy that was requested by name is estimated even if the ladder would leave it out.
 
-The changes that would make a layout fit, each tried alone, the cheapest first.
+If a layout does not fit, these changes are tried, each alone, the cheapest first:
 
 1. a smaller micro-batch
 2. full activation checkpointing

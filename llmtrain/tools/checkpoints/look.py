@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
@@ -26,6 +25,7 @@ from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import read_status
+from llmtrain.types import JsonObject
 
 FOREIGN, UNREADABLE, OTHER = "other run", "unreadable", "other"
 SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), (candidates.PARTIAL, candidates.TRASH)
@@ -83,7 +83,7 @@ class Listing:
     policy: CheckpointConfig | None
     rows: tuple[CheckpointRow, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain checkpoints list --json` prints."""
         return {
             "run_id": self.run_id,
@@ -110,7 +110,7 @@ class Verified:
     problems: tuple[Problem, ...]
     other_format: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return one row of what `llmtrain checkpoints verify --json` prints."""
         wrong = [{"file": str(one.key), "wrong": str(one.value)} for one in self.problems]
         size = {"bytes": self.bytes, "seconds": round(self.seconds, 3)}

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
@@ -32,6 +31,7 @@ from llmtrain.tools.checkpoints.look import (
     run_id_of,
     verify_each,
 )
+from llmtrain.types import JsonObject
 
 _LEAST_KEPT = 2
 
@@ -64,7 +64,7 @@ class Pruned:
         """The size of everything that is deleted."""
         return sum(row.bytes for row in self.goes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain checkpoints prune --json` prints."""
         stays = [{"name": row.name, "kind": row.kind, "kept": row.kept} for row in self.stays]
         goes = [{"name": row.name, "kind": row.kind, "bytes": row.bytes} for row in self.goes]

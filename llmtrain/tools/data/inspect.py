@@ -1,15 +1,12 @@
 """Inspect what a config would train on: counts of its sources, their packing, the first blocks.
 
 This works before a run exists, and on a run's directory without changing it. A value that is
-counted in a part of the documents is an estimate, and is marked as one.
+counted in a part of the documents is an estimate, and is marked as one. The blocks can be opened
+for a loop of your own, too.
 
-Temporary copies of a run's directory, for commands that must not write to the run.
-
-Reading data writes notes into the run directory: footers of the Hub's files, and units that were
-skipped. A command that only inspects a run reads in a temporary directory instead, which begins
-with copies of the run's manifest, tokenizer and notes.
-
-Open the blocks of a config without training, to inspect the data or for your own loop.
+The trap: reading data writes notes into the run directory: footers of the Hub's files, and units
+that were skipped. So what only inspects a run reads in a temporary directory, which begins with
+copies of the run's manifest, tokenizer and notes.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Check the devices, memory, limits and software of this machine.
+"""Checks of this machine: devices, memory, limits, software, and whether processes find each other.
 
 Things are tried where that is possible: every device multiplies two matrices, and the compiler
-compiles a file.
+compiles a file. Whether processes meet depends on the environment, accelerate's files and the
+addresses in them. The bandwidth of an all-reduce is measured between two real processes:
 
-Check whether the processes of a run would find each other.
+    doctor ── TCPStore ──┬── rank 0   python -m llmtrain.tools.doctor.machine 0 PORT BACKEND
+                         └── rank 1   …                                       1 PORT BACKEND
 
-That depends on the environment, accelerate's files and the addresses in them.
-
-Measure the bandwidth of an all-reduce between two real processes of this machine.
-
-    doctor ── TCPStore ──┬── rank 0   python -m llmtrain.tools.doctor.reduce 0 PORT BACKEND
-                         └── rank 1   …                                      1 PORT BACKEND
-
-The processes are killed after a time limit, so that a collective that would hang a run gives an
-error line here. They exit by `os._exit`, as gloo's threads may outlive the interpreter.
+They are killed after a time limit, so that a collective that would hang a run gives an error line
+here. They exit by `os._exit`, as gloo's threads may outlive the interpreter.
 """
 
 from __future__ import annotations

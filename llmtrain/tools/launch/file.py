@@ -1,17 +1,11 @@
-"""Read a config file of accelerate, and check that it starts what it seems to start.
+"""Config files of accelerate: read, checked before anything is started, and written for a plan.
 
 A launched process cannot see most mistakes of such a file: it only finds itself alone, or waits in
-a rendezvous that no other process joins. So the file is checked before anything is started.
+a rendezvous that no other process joins. accelerate ignores unknown keys, and a whole section that
+does not belong to `distributed_type`. Somebody meant something by them, so both are refused here.
 
-The sections of accelerate's file that name a strategy, and the variables set for them.
-
-accelerate ignores unknown keys, and a whole section that does not belong to `distributed_type`.
-Somebody meant something by them, so both are refused here.
-
-Write the accelerate file of a plan, like that in `accelerate_configs/` for the same strategy.
-
-Those files are examples to copy. A file written here has the same keys, which a test compares, and
-the numbers of one plan.
+A file that is written has the keys of the one in `accelerate_configs/` for the same strategy, which
+a test compares, and the numbers of one plan.
 """
 
 from __future__ import annotations

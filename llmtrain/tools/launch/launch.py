@@ -1,11 +1,9 @@
 """Start `accelerate launch` around a config, pass signals on, and find out how the run ended.
 
-Find the addresses by which the machines of a run meet, which torch's launcher would guess.
-
-Torch's launcher asks the name service whether this machine is the one where all meet, and by which
-address others reach it. On a machine with two networks, or whose name means 127.0.1.1, both answers
-are wrong: no machine opens the rendezvous, or each connects to itself. The routing table gives the
-right answers.
+Several machines are told by which address they meet. Torch's launcher would ask the name service
+whether this machine is the one where all meet, and by which address others reach it. On a machine
+with two networks, or whose name means 127.0.1.1, both answers are wrong: no machine opens the
+rendezvous, or each connects to itself. The routing table gives the right answers.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ files that failed ranks leave, here called marks. The trap: ranks outlive their 
 save. A start at that moment would be refused, and the old ranks' status would be mistaken for that
 of the new start. So the lock of the run directory must be free first.
 
-Find the config and run directory in a command that starts a run, and hide its secrets.
+The config and the run directory are found in the command, and its secrets are hidden:
 
-accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
-                                                        └ config └ override
+    accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
+                                                            └ config └ override
 """
 
 from __future__ import annotations

@@ -2,26 +2,22 @@
 
 Two figures, which differ:
 
-    held-out set of a run     blocks, as the run scores them: its `eval` line again    packed.py
-                              with any model, as if the run began with it              as_run.py
-    any documents             each alone behind a begin token: lm-eval's figure        rolling.py
+    held-out set of a run     blocks, as the run scores them: its `eval` line again (`packed.py`);
+                              with any model, as if the run began with it (`target.py`)
+    any documents             each alone behind a begin token (without one, the end-of-text token),
+                              so that its first token is scored too: the figure of lm-eval's tasks
+                              of output type `loglikelihood_rolling`
 
-Score documents one by one, as lm-eval's tasks of output type `loglikelihood_rolling` do.
-
-Each document stands alone behind the begin token (without one, the end-of-text token), so that its
-first token is scored too. A document longer than the model's positions is scored in windows:
+A document longer than the model's positions is scored in windows:
 
     window 4, stride 4     [b 1 2 3] → 1 2 3 4     [4 5 6 7] → 5 6 7 8     [6 7 8 9] → 10
     window 4, stride 2     [b 1 2 3] → 1 2 3 4     [2 3 4 5] → 5 6         [4 5 6 7] → 7 8 …
 
 A smaller stride gives more context to each token and costs more time. Every token counts once.
 
-Benchmark tasks, by lm-eval, of its own collection or described in a file.
-
-The trap: lm-eval lets a tokenizer add its begin token to a text that it has put a begin token in
-front of already, and scores the second one. So it is told to let the tokenizer add none.
-
-The documents that `--data` names, as text.
+Tasks, of lm-eval's own collection or described in a file, are run by lm-eval. The trap: it lets a
+tokenizer add its begin token to a text that it has put a begin token in front of already, and
+scores the second one. So it is told to let the tokenizer add none.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
@@ -52,7 +48,7 @@ from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, Told
 from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
 from llmtrain.training.evaluate import figures
-from llmtrain.types import NOT_TRAINED, Evaluation
+from llmtrain.types import NOT_TRAINED, Evaluation, JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +148,7 @@ def _tensors(batch: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
 
 TASKS_KEY = "--tasks"
 _SPLITS = ("test_split", "validation_split", "training_split", "fewshot_split")
-_FILE = (".yaml", ".yml")
+_YAML = (".yaml", ".yml")
 _BATCH_SIZE = 8
 
 
@@ -161,12 +157,10 @@ def check_tasks(names: Sequence[str]) -> None:
     if names and importlib.util.find_spec("lm_eval") is None:
         expected, remedy = "an installed lm-eval", "pip install 'llmtrain[eval]'"
         raise UserError(Problem(TASKS_KEY, ", ".join(names), expected, remedy))
-    raise_any(problem for name in names if name.endswith(_FILE) for problem in _problems(name))
+    raise_any(problem for name in names if name.endswith(_YAML) for problem in _problems(name))
 
 
-def run_tasks(
-    opened: LoadedModel, names: Sequence[str], *, chat: bool
-) -> dict[str, dict[str, Any]]:
+def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[str, JsonObject]:
     """Return task → metric → value.
 
     names: lm-eval's names of tasks or groups, or YAML files with a task
@@ -182,8 +176,8 @@ def run_tasks(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    files = [Path(name) for name in names if name.endswith(_FILE)]
-    asked = [_task_of(name) if name.endswith(_FILE) else name for name in names]
+    files = [Path(name) for name in names if name.endswith(_YAML)]
+    asked = [_task_of(name) if name.endswith(_YAML) else name for name in names]
     manager = TaskManager(
         include_path=sorted({str(file.parent) for file in files}),
         include_defaults=len(files) < len(names),  # reading all of them takes seconds
@@ -212,7 +206,7 @@ def run_tasks(
     return {name: _numbers(values) for name, values in found["results"].items()}
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(values: JsonMapping) -> JsonObject:
     """Return the metrics of a task; lm-eval names them with their filter, `acc,none`."""
     return {
         key.removesuffix(",none"): value
@@ -242,7 +236,7 @@ def _task_of(name: str) -> str:
     return str(settings.get("group") or settings.get("task"))
 
 
-def _settings(name: str) -> dict[str, Any]:
+def _settings(name: str) -> JsonObject:
     """Read a task file; lm-eval's own tags (`!function`) count as strings."""
     import yaml
 
@@ -260,7 +254,6 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 DATA_KEY = "--data"
-_CONFIG = (".yaml", ".yml")
 
 
 def documents_of(given: str) -> Iterator[str]:
@@ -272,7 +265,7 @@ def documents_of(given: str) -> Iterator[str]:
     Raises UserError for what cannot be read, for conversations, and for a token cache, which has
     no text.
     """
-    if given.endswith(_CONFIG):
+    if given.endswith(_YAML):
         config = load_config(given)
         limit: int | None = config.evaluation.max_documents
     else:
@@ -317,12 +310,12 @@ class Evaluated:
     step: int | None
     split: str
     figures: Evaluation | None
-    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tasks: Mapping[str, JsonMapping] = field(default_factory=dict)
     as_run: Path | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain evaluate --json` prints."""
-        found: dict[str, Any] = {"model": str(self.model), "step": self.step}
+        found: JsonObject = {"model": str(self.model), "step": self.step}
         if self.as_run is not None:
             found["as"] = str(self.as_run)
         if self.figures is not None:

@@ -23,6 +23,7 @@ from llmtrain.rundir import contents
 from llmtrain.text import first_line
 from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.target import KEY, Target, find_target
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class Generated:
     tokens: int
     ended: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain generate --json` prints."""
         return asdict(self)
 
@@ -320,7 +321,7 @@ def as_generated(opened: LoadedModel, prompt: str, new: Sequence[int]) -> Genera
     return Generated(prompt, text, len(new), bool(new) and new[-1] in _end_ids(opened))
 
 
-def _drawing(sampling: Sampling) -> dict[str, Any]:
+def _drawing(sampling: Sampling) -> JsonObject:
     """Return the options of drawing; none for the likeliest token. top_k 0 = not limited."""
     if sampling.temperature == 0:
         return {}

@@ -1,13 +1,13 @@
-"""Load a model to use it: whole, or adapters on the model that they were trained on.
+"""Load a model to use it: whole, or saved adapters on the model that they were trained on.
 
-Saved adapters: what they were trained on, and their layers in a model, made by peft.
+peft makes the layers of the adapters, and decides which name in their file belongs to which
+parameter, as it differs by kind:
 
     file     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
     model                     model.layers.0.self_attn.q_proj.lora_A.default.weight
 
-Which name in the file belongs to which parameter is left to peft, as it differs by kind. The trap:
-peft loads a file that lacks tensors, or has others, without an error. So names and shapes are
-compared first.
+The trap: peft loads a file that lacks tensors, or has others, without an error. So names and shapes
+are compared first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from llmtrain.tools.use.target import (
     round_layers,
 )
 from llmtrain.training.start.frozen import what_changed
-from llmtrain.types import TensorSpec
+from llmtrain.types import JsonMapping, JsonObject, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ class _AdapterSettings(BaseModel):
     peft_version: str | None = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
-    auto_mapping: dict[str, Any] | None = None
+    auto_mapping: JsonObject | None = None
     inference_mode: bool = True
     corda_config: Any = None
     eva_config: Any = None
@@ -200,7 +200,7 @@ def _mistyped(file: str, error: ValidationError) -> Iterator[Problem]:
         yield Problem(f"{file}: {key}", json.dumps(found["input"])[:_LONGEST], found["msg"])
 
 
-def _unsupported(file: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
+def _unsupported(file: str, settings: JsonMapping) -> Iterator[Problem]:
     """Yield a problem for each setting with which the tensors are not all that the adapter is.
 
     An empty value is the default of every such key, those of later versions of peft too.
@@ -243,7 +243,7 @@ def _compare(
     raise_any(problems)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ of that step again:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -38,7 +38,7 @@ from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import result, rounds_of, score_blocks
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
-from llmtrain.types import Evaluation, MicroBatch
+from llmtrain.types import Evaluation, JsonMapping, MicroBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,12 +191,12 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _start_of(run_dir: Path, step: int | None) -> Mapping[str, Any]:
+def _start_of(run_dir: Path, step: int | None) -> JsonMapping:
     """Return the `start` line of the start that evaluated at `step`, else the last one.
 
     A run without a record counts as one process that takes one block at a time.
     """
-    last: Mapping[str, Any] = {"world_size": 1, "micro_batch_size": 1}
+    last: JsonMapping = {"world_size": 1, "micro_batch_size": 1}
     evaluated = None
     for line in record.record(run_dir):
         if line["kind"] == "start":

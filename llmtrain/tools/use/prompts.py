@@ -18,11 +18,11 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from llmtrain import system
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
@@ -42,6 +42,7 @@ from llmtrain.tools.use.generate import (
     text_ids,
 )
 from llmtrain.tools.use.load import LoadedModel
+from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class Prompt:
     """
 
     where: str
-    row: Mapping[str, Any]
+    row: JsonMapping
     text: str | None = None
     messages: Sequence[Message] = ()
     tools: Tools = None
@@ -86,7 +87,7 @@ class Completed:
     tokens: int
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain generate --prompts … --json` prints."""
         return {**asdict(self), "out": str(self.out)}
 
@@ -196,7 +197,7 @@ def _text(line: bytes) -> str:
     return text
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> JsonObject:
     try:
         row = json.loads(_text(line))
         # Neither halves of a surrogate pair, which UTF-8 does not have, nor NaN could be written.
@@ -210,7 +211,7 @@ def _object(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _prompt(where: str, row: Mapping[str, Any], *, chat: bool) -> Prompt:
+def _prompt(where: str, row: JsonMapping, *, chat: bool) -> Prompt:
     given = [key for key in ("prompt", "messages") if row.get(key) is not None]
     if len(given) != 1:
         raise _BadLineError("a row with prompt or with messages")

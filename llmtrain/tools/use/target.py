@@ -1,31 +1,28 @@
-"""Which weights a MODEL_OR_RUN means.
+"""Which weights a MODEL_OR_RUN means, and how a run would see a model.
 
     runs/a                             its best checkpoint, else the newest
     runs/a/checkpoints/step-00000300   that one
     DIR                                a model as `save_pretrained` writes it, or adapters for one
     owner/name                         a model of the Hub, downloaded into the Hub's cache
 
-Nothing here needs torch.
-
-Weights as a run with `adapter.kind: qlora` holds them: rounded to four bits.
-
-Its adapter corrects these weights, not those in the files. So they are rounded here, too, and kept
-as ordinary numbers.
-
-A model as a run saw the one that it began with: what `evaluate BASE --as RUN` measures.
+`evaluate BASE --as RUN` measures a model as the run saw the one that it began with:
 
     weights of BASE ─► a row for each entry of RUN's tokenizer, new ones the mean of the others
                     ─► RUN's attention ─► RUN's adapters, which are still without effect
 
 These are the steps of a start, made by the same functions. So the figures of RUN's own base are
-those of RUN's evaluation before its first step.
+those of RUN's evaluation before its first step. With `adapter.kind: qlora` a run holds its weights
+rounded to four bits, and its adapter corrects these, not those in the files. So they are rounded
+here, too, and kept as ordinary numbers.
+
+To find weights needs no torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +43,7 @@ from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line
 from llmtrain.tools.checkpoints import look
 from llmtrain.training.start.frozen import kept_base, resolve_adapter, trained_tokens, what_changed
+from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +68,7 @@ class Target:
     given: str
     directory: Path
     run_dir: Path | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: JsonMapping = field(default_factory=dict)
 
     @property
     def step(self) -> int | None:
@@ -156,7 +154,7 @@ def _best(given: str, place: look.CheckpointPath) -> str:
     return name
 
 
-def _state(given: str, directory: Path) -> dict[str, Any]:
+def _state(given: str, directory: Path) -> JsonObject:
     """Return the state in a checkpoint; {} for a model that is no checkpoint of ours."""
     if not (directory / form.STATE).exists():
         return {}
@@ -180,7 +178,7 @@ def as_argument() -> Iterator[None]:
 _KIND = "qlora"
 
 
-def are_held(state: Mapping[str, Any]) -> bool:
+def are_held(state: JsonMapping) -> bool:
     """Whether a checkpoint's run holds its base in four bits. state: its `trainer_state.json`.
 
     Raises UserError if it does, and bitsandbytes, which rounds them, is not installed.
@@ -193,7 +191,7 @@ def are_held(state: Mapping[str, Any]) -> bool:
     return True
 
 
-def round_layers(model: Any, state: Mapping[str, Any]) -> None:
+def round_layers(model: Any, state: JsonMapping) -> None:
     """Round the weights of a model in place, as `round_weight` does."""
     from llmtrain.model.trainable import linear_layers
 
@@ -202,7 +200,7 @@ def round_layers(model: Any, state: Mapping[str, Any]) -> None:
         weight.data = round_weight(weight.data, state)
 
 
-def round_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+def round_weight(weight: Tensor, state: JsonMapping) -> Tensor:
     """Return a weight in fp32, rounded as in the run of a checkpoint. state: as for `are_held`."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

@@ -53,7 +53,7 @@ class Journal:
         begun: bool = False,
         ended: bytes | None = None,
     ) -> None:
-        """Open the record; begun and ended are as in `Place`.
+        """Open the record; begun and ended are as in `ClaimedRun`.
 
         lock: the lock of the run directory, at rank 0
         """

@@ -1,11 +1,9 @@
-"""An open run: the values that the loop works with.
+"""An open run: the values that the loop works with, as its start made them and passed them on.
 
 What is done with a run (`update`, `evaluate`, `save`, `finish`) is a function that takes it, in a
-module that imports this one; this module imports none of them. `start/open.py` makes the run.
-
-What a start opens and passes on as whole values: the processes, the data, the model.
-
-How a start writes checkpoints, and the checkpoint in flight between two boundaries.
+module that imports this one; this module imports none of them. `start/open.py` makes the run. Its
+parts are the processes, the data, the model, how checkpoints are written, and the checkpoint in
+flight between two boundaries.
 """
 
 from __future__ import annotations

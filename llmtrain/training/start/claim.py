@@ -1,10 +1,9 @@
 """The claim of the run directory, which rank 0 makes before anything else is opened.
 
-A directory belongs to the config that began it, and to one live process at a time.
-
-Checks of a first start that need no torch, reported together with the errors of the config.
-
-A run that has begun has its own tokenizer and data manifest, which its start checks instead.
+A directory belongs to the config that began it, and to one live process at a time. What can be
+checked of a first start without torch is checked here, too, and reported together with the errors
+of the config. A run that has begun has its own tokenizer and data manifest, which its start checks
+instead.
 """
 
 from __future__ import annotations

@@ -1,25 +1,20 @@
-"""What is frozen while the type of the device stays: the kernels of attention, what is compiled.
+"""What a run chooses once and keeps: its base, adapters, the loss's kernel, attention, compilation.
 
-    set in the config ─► else as an earlier start on such a device froze it ─► else chosen now
+    set in the config ─► else as an earlier start froze it in `auto.json` ─► else chosen now
 
-Kernels are decided before the plan, which counts what they keep. Whether to compile depends on the
-length of the run, which is known once the data is open.
-
-Which kernel computes the loss. It is chosen once and frozen for the run.
-
-The adapters of a run: where they are, which tokens they train, and what is checked of them.
-
-A checkpoint holds them alone. So the base is read again at each start, and must be the same.
-
-What a run begins with: `model.from`, looked up and pinned once.
+A base, which `model.from` names, is looked up and pinned by rank 0 at the first start, before the
+plan, so that a later start, the tokenizer and every rank read the same:
 
     a run            its best checkpoint, else its newest    by the digest of its manifest
     a directory      as it is                                by names, sizes, edges of weight files
     a Hub id         what `model.revision` names now         by the commit
 
-Rank 0 looks it up at the first start, before the plan; `auto.json` keeps it, so that a later start,
-the tokenizer and every rank read the same. A run that has a checkpoint needs it no more, unless it
-trains adapters.
+A run that has a checkpoint needs its base no more, unless it trains adapters: then a checkpoint
+holds them alone, and the base is read again at each start, and must be the same.
+
+Kernels of attention and compilation are frozen while the type of the device stays. Kernels are
+decided before the plan, which counts what they keep. Whether to compile depends on the length of
+the run, which is known once the data is open. The kernel of the loss is frozen for the run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     candidates.clean_up → read.find → (the model is built) → read.load_tensors
 
-The trap: only in a new run is it correct to find no checkpoint. If the record names one and none is
-left, the start is refused, since it would silently train the same steps again.
+Random states are none of it: each step seeds its own draws. The trap: only in a new run is it
+correct to find no checkpoint. If the record names one and none is left, the start is refused, since
+it would silently train the same steps again.
 """
 
 from __future__ import annotations

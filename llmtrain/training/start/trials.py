@@ -1,27 +1,22 @@
-"""A test of the loaded model, before it is trained: does it hide documents from each other?
+"""Trials of a model before it is trained: does it hide documents from each other, and does it fit?
 
 Attention that should keep documents apart may fail to do so without an error: a model may ignore
 positions, carry a state along the row, or drop the keywords before they reach its attention. So a
 few rows are packed with small documents, and their logits are compared in two ways: with those of
 each document alone, and with those of the same document after other documents. The second test is
-more sensitive: it compares equal shapes, so rounding does not differ.
+more sensitive: it compares equal shapes, so rounding does not differ. A model may also choose
+something for the whole micro-batch, as ropes do that depend on the longest document. So one row has
+the last positions of a block, which only a long document reaches; in the second test only once.
 
-A model may also choose something for the whole micro-batch, as ropes do that depend on the longest
-document. So one row has the last positions of a block, which only a long document reaches. In the
-second test it has them only once.
+How conversations are packed depends on the same question, and is decided before the manifest is
+made: they share blocks only where the model can hide them from each other. That is a property of
+its code, so a small random model of the same config is tried on the CPU: the same on every machine,
+and without any weights. The start tries the loaded model again.
 
-A forward and backward whose results are discarded, before a run's state is loaded.
-
-DDP orders its buckets by the first backward it sees. Without this pass, a resumed run would sum the
-gradients of its first step in another order than an uninterrupted run, and with three or more
-processes the last bits would differ. Also, a lack of memory is noticed before the first step.
-
-How conversations are packed, decided before a run's manifest is made.
-
-Conversations share blocks where the model can hide those of a block from each other; else each has
-a block of its own. Which of both holds is a property of the model's code, so it is tried on a small
-random model of the same config, on the CPU: the same on every machine, and without any weights. The
-start tries the loaded model again (`trials/isolation.py`).
+A forward and backward are made and discarded before a run's state is loaded. DDP orders its buckets
+by the first backward it sees. Without this pass, a resumed run would sum the gradients of its first
+step in another order than an uninterrupted run, and with three or more processes the last bits
+would differ. Also, a lack of memory is noticed before the first step.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llmtrain.data.manifest import glance
 from llmtrain.model.base import Base
@@ -12,6 +11,7 @@ from llmtrain.rundir import contents, record
 from llmtrain.text import harmless
 from llmtrain.tools.use.load import base_of_adapter
 from llmtrain.tools.use.target import Target
+from llmtrain.types import JsonMapping, JsonObject
 
 _SHOWN_VERSIONS = ("llmtrain", "torch", "transformers", "peft")
 _UNKNOWN = "not stated; see those of the data and of the base"
@@ -75,7 +75,7 @@ def _base(target: Target) -> Base | None:
     """Return the model that training started from; None for one trained from scratch."""
     if target.is_adapter:
         return base_of_adapter(target.directory)
-    frozen: Mapping[str, Any] = (target.state.get("auto") or {}).get("run") or {}
+    frozen: JsonMapping = (target.state.get("auto") or {}).get("run") or {}
     kept = frozen.get("base")
     return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
 
@@ -94,7 +94,7 @@ def _license(base: Base | None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _sources(target: Target) -> list[dict[str, Any]]:
+def _sources(target: Target) -> list[JsonObject]:
     manifest = target.run_dir / contents.MANIFEST if target.run_dir else None
     return list(glance(manifest)["sources"]) if manifest and manifest.is_file() else []
 

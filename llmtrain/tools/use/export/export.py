@@ -14,7 +14,6 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from llmtrain import system
 from llmtrain.checkpoint import files as disk
@@ -32,6 +31,7 @@ from llmtrain.tools.use.export.merge import Weights
 from llmtrain.tools.use.export.proof import Losses, compare
 from llmtrain.tools.use.load import base_directory
 from llmtrain.tools.use.target import KEY, Target, find_target
+from llmtrain.types import JsonObject
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # Files of a checkpoint that an export writes itself, or that belong to the run.
@@ -58,7 +58,7 @@ class Exported:
         """The size of all files."""
         return sum(self.files.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the object that `llmtrain export --json` prints."""
         return {**asdict(self), "path": str(self.path), "bytes": self.bytes}
 

@@ -1,19 +1,17 @@
 """The proof of an export: another process loads it, and computes the loss of the run's own model.
 
-    this process    8 blocks of the run's held-out set ─► stdin of `reload.py`
+    this process    8 blocks of the run's held-out set ─► stdin of this module as a program
     the other one   loads the run's model, then the export; prints both losses
-
-The other process needs the memory of one model. Its arithmetic is fp32, so only what was written
-can make a difference.
-
-A program that loads models as anybody would and prints their losses: the proof of an export.
 
     {"models": […], "ids": [[…]], "labels": [[…]], "state": {…}} ─► [loss, …]
 
-Whole models are loaded by transformers and nothing else. Adapters are put by peft on the model that
-they name, which is held as `state`, of the checkpoint, says.
+The other process loads models as anybody would, and needs the memory of one. Whole models are
+loaded by transformers and nothing else. Adapters are put by peft on the model that they name, which
+is held as `state`, of the checkpoint, says. Its arithmetic is fp32, so only what was written can
+make a difference.
 
-Upload an export to a private repository of the Hub, with the token of the environment.
+An export that was proved may be uploaded, to a private repository of the Hub, with the token of the
+environment.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.rundir import contents
 from llmtrain.text import first_line
 from llmtrain.tools.use.target import Target
+from llmtrain.types import JsonObject
 
 _BLOCKS = 8
 _MADE_UP = (2, 32)  # blocks and positions where a run held nothing out
@@ -78,7 +77,7 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
     return Losses(run, export)
 
 
-def _blocks(target: Target) -> dict[str, Any]:
+def _blocks(target: Target) -> JsonObject:
     """Return ids and labels of blocks of the run's held-out set; made-up ones if it has none."""
     held = heldout.load(target.run_dir / contents.HELDOUT) if target.run_dir else None
     if held is None or target.run_dir is None:
@@ -100,7 +99,7 @@ def main() -> None:
     sys.stdout.write(f"{json.dumps(losses)}\n")
 
 
-def _loss(directory: Path, asked: dict[str, Any]) -> float:
+def _loss(directory: Path, asked: JsonObject) -> float:
     """Return the mean loss of a model on the blocks, in nats. It is gone from memory then."""
     import torch
     from torch.nn import functional as F
@@ -118,7 +117,7 @@ def _loss(directory: Path, asked: dict[str, Any]) -> float:
     return total / max(1, count)
 
 
-def _load(directory: Path, state: dict[str, Any]) -> Any:
+def _load(directory: Path, state: JsonObject) -> Any:
     import torch
 
     if (directory / "adapter_config.json").is_file():
