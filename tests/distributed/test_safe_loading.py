@@ -23,4 +23,4 @@ def test_a_resumed_run_unpickles_nothing_while_it_searches_and_loads(
     assert lines(tmp_path / "run", "start")[-1]["resumed_from"] == "step-00000002"
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"seen.{rank}").read_text())
-        assert seen == {"stages": ["find", "fill"], "unpickled": [], "heard": True}
+        assert seen == {"stages": ["find", "load"], "unpickled": [], "heard": True}

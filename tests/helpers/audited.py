@@ -1,4 +1,4 @@
-"""A rank that notes what is unpickled while it looks for its checkpoint and fills its state."""
+"""A rank that notes what is unpickled while it looks for its checkpoint and loads its state."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _stages: list[str] = []
 
 
 def train(config: str, output: str) -> None:
-    """Train; what was seen goes to `output`.RANK when the state is filled."""
+    """Train; what was seen goes to `output`.RANK when the state is loaded."""
     sys.addaudithook(_heard)
     resuming.find_checkpoint = _watched("find", resuming.find_checkpoint)
-    fill = _watched("fill", resuming.fill_state)
+    load = _watched("load", resuming.load_state)
 
-    def filled(*args: Any, **kwargs: Any) -> Any:
-        result = fill(*args, **kwargs)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
         body = {"stages": _stages, "unpickled": list(_seen), "heard": _hears()}
         Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps(body))
         return result
 
-    resuming.fill_state = filled
+    resuming.load_state = loaded
     from llmtrain.cli.rank import train_here
 
     train_here(config, [])

@@ -81,8 +81,8 @@ def load_state(
 ) -> None:
     """Load the weights and the optimizer state of the checkpoint.
 
-    Raises UserError if the checkpoint's tensors are
-    not those of the model, RunError (74) and StoppedError as `find_checkpoint` does.
+    Raises UserError if the checkpoint's tensors are not those of the model, RunError (74) and
+    StoppedError as `find_checkpoint` does.
     """
     system.beat("loading the checkpoint")
     engine = processes.launched.engine

@@ -220,13 +220,13 @@ def test_ten_million_blocks_are_refused_by_one_of_them(
     deep = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2}
     deep |= {"num_hidden_layers": 10_000_000, "intermediate_size": 352}
     built: list[int] = []
-    census = planning.census
+    describe = planning.describe_parameters
 
     def watched(found: Any, *freeze: Any) -> Any:
         built.append(found.num_hidden_layers)
-        return census(found, *freeze)
+        return describe(found, *freeze)
 
-    monkeypatch.setattr(planning, "census", watched)
+    monkeypatch.setattr(planning, "describe_parameters", watched)
     with pytest.raises(UserError) as refused:
         planned(config(tmp_path, model__config=deep))
     assert built == [1]
