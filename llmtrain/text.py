@@ -74,7 +74,9 @@ def size(value: object) -> str:
     amount = float(value)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
-            return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
+            if amount >= 100:
+                return f"{amount:.1f} {unit}" if unit == "GiB" else f"{amount:.0f} {unit}"
+            return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:,.1f} TiB"
 

@@ -165,7 +165,8 @@ def judge(
     If no rank has reported anything, the command's exit code 2 counts: no launcher ends with 2
     because a rank failed.
     """
-    if stopped and not changed:
+    refused = code == UserError.exit_code and not new_marks
+    if stopped and not changed and not refused and not any(one.is_cause for one in new_marks):
         return Ended(0, "stopped before there was a run")
     state, reason, own = status.get("state"), status.get("reason"), status.get("exit_code")
     if changed and state in ("finished", "stopped", "failed") and isinstance(own, int):
@@ -180,7 +181,6 @@ def judge(
         return Ended(RESTARTABLE, f"ended by signal {-code}")
     if changed:
         return Ended(1, "ended with a status.json that is no record of a run")
-    refused = code == UserError.exit_code and not new_marks
     return Ended(code if refused else 1, "ended before a rank has written status.json")
 
 
