@@ -1,16 +1,18 @@
 """Starts and ends data workers: processes that read ahead, each with a pipe of its own.
 
-    worker   makes blocks ─►  a queue of `ahead` items ─►  a thread that sends  ─►  its pipe
-    rank     waits for the pipe of the worker whose turn it is, and for the end of any worker
+    rank     asks for an item, as often as it takes one; for some items ahead at first
+    worker   makes an item for each message  ─►  a thread that sends  ─►  its pipe
+    rank     receives from the pipe of the worker whose turn it is
 
-Each kind of failure becomes one error:
+Each kind of failure becomes one error, when its turn comes:
 
     raises        its last item has the error, with the traceback and the unit
-    dies          its sentinel wakes the rank, and its pipe ends, even within a message
+    dies          its pipe ends behind what it had sent, even within a message
     is silent     the rank gives up after 0.8 of the peers' timeout
 
-Only a worker can write to its pipe, so half a message of one that was killed is followed by the end
-of the pipe. Workers are always killed: nothing that they write to disk needs more than a rename.
+Only the worker itself can write to its pipe: so the end of the pipe is the end of the worker, and
+no handler of signals and no thread has to watch it. Workers are always killed: nothing that they
+write to disk needs more than a rename.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import connection, parent_process
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
-from queue import Queue
+from queue import SimpleQueue
 from typing import Final, TypeAlias
 
 from llmtrain import faults, system
@@ -95,22 +98,23 @@ def start_worker() -> None:
         os._exit(1)
 
 
-def work(make: Make, worker: int, size: int, ahead: int, pipe: connection.Connection) -> None:
-    """Send the blocks of a worker, `size` at once; `ahead` items may wait. Does not return."""
+def work(make: Make, worker: int, size: int, asks: Connection, pipe: Connection) -> None:
+    """Send an item of `size` blocks for each message of `asks`. Returns if the rank has ended."""
     start_worker()
-    items: Queue[list[Block | Failed]] = Queue(ahead)
+    items: SimpleQueue[list[Block | Failed]] = SimpleQueue()
     threading.Thread(target=_send, args=(items, pipe), daemon=True).start()
-    for item in carry(make(), worker, size):
-        items.put(item)
-    threading.Event().wait()  # the last item may still be sent; the rank ends this process
+    made = carry(make(), worker, size)
+    with suppress(EOFError):
+        while True:
+            asks.recv_bytes()
+            if item := next(made, None):  # else the last one had an error: the rank ends the worker
+                items.put(item)
 
 
-def _send(items: Queue[list[Block | Failed]], pipe: connection.Connection) -> None:
-    try:
+def _send(items: SimpleQueue[list[Block | Failed]], pipe: Connection) -> None:
+    with suppress(OSError):  # the rank has ended
         while True:
             pipe.send(items.get())
-    except OSError:  # the rank has ended
-        os._exit(1)
 
 
 def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
@@ -150,11 +154,16 @@ class Workers(Iterator[Block | Failed]):
     def __init__(
         self, makes: Sequence[Make], asked: Asked, size: int, ahead: int, timeout_seconds: float
     ) -> None:
-        """Start a worker for each of `makes`, which are sent there. size, ahead: as in `work`."""
+        """Start a worker for each of `makes`, which are sent there.
+
+        size: blocks of an item
+        ahead: items that a worker makes before the rank takes one
+        """
         self.processes: list[BaseProcess] = []
-        self.pipes: list[connection.Connection] = []
+        self.pipes: list[Connection] = []
         self.timeout_seconds = timeout_seconds
         self._asked = asked
+        self._asks: list[Connection] = []
         self._turn = 0
         self._held: list[deque[Block | Failed]] = [deque() for _ in makes]
         context = multiprocessing.get_context("spawn")
@@ -162,31 +171,30 @@ class Workers(Iterator[Block | Failed]):
         atexit.register(self.close)
         with hold_signals():
             for worker, make in enumerate(makes):
-                pipe, theirs = context.Pipe(duplex=False)
-                with theirs:
+                (pipe, theirs), (requests, asks) = (context.Pipe(duplex=False) for _ in "12")
+                with theirs, requests:
                     _widen(theirs)
-                    arguments = (make, worker, size, ahead, theirs)
+                    arguments = (make, worker, size, requests, theirs)
                     process = context.Process(target=work, args=arguments, daemon=True)
                     process.start()
                 self.processes.append(process)
                 self.pipes.append(pipe)
+                self._asks.append(asks)
+                for _ in range(ahead):
+                    self._ask(worker)
 
     def __next__(self) -> Block | Failed:
         """Return the next block. Raises RunError (75) if a worker died or sent nothing in time."""
         held = self._held[self._turn]
         if not held:
             pipe = self.pipes[self._turn]
-            sentinels = [process.sentinel for process in self.processes]
-            ready = connection.wait([pipe, *sentinels], self.timeout_seconds)
-            if not ready:
-                what = f"sent nothing for {self.timeout_seconds:.0f} s"
-                raise self._failure(self._turn, what, CONTINUES)
+            if not pipe.poll(self.timeout_seconds):
+                raise self._failure(f"sent nothing for {self.timeout_seconds:.0f} s", CONTINUES)
             try:
-                if any(sentinel in ready for sentinel in sentinels):
-                    raise EOFError
                 held.extend(pipe.recv())
-            except (EOFError, OSError) as error:  # the pipe ends within a message
+            except (EOFError, OSError) as error:  # an OSError within a message
                 raise self._death() from error
+            self._ask(self._turn)
         self._turn = (self._turn + 1) % len(self._held)
         return held.popleft()
 
@@ -195,22 +203,25 @@ class Workers(Iterator[Block | Failed]):
         atexit.unregister(self.close)
         for process in self.processes:
             process.kill()
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
+        for process, *pipes in zip(self.processes, self.pipes, self._asks, strict=True):
             process.join()
-            pipe.close()
+            for pipe in pipes:
+                pipe.close()
+
+    def _ask(self, worker: int) -> None:
+        with suppress(OSError):  # it died, which its own pipe will tell
+            self._asks[worker].send_bytes(b"1")
 
     def _death(self) -> RunError:
-        """Return how the first worker ended that is not there."""
-        sentinels = [process.sentinel for process in self.processes]
-        worker = sentinels.index(next(s for s in sentinels if s in connection.wait(sentinels)))
-        process = self.processes[worker]
+        process = self.processes[self._turn]
         process.join()
         remedy = CONTINUES
         if process.exitcode == -signal.SIGKILL:
             remedy += "; if the machine was short of memory, with a smaller data.workers"
-        return self._failure(worker, _end(process.exitcode), remedy)
+        return self._failure(_end(process.exitcode), remedy)
 
-    def _failure(self, worker: int, what: str, remedy: str) -> RunError:
+    def _failure(self, what: str, remedy: str) -> RunError:
+        worker = self._turn
         pid, unit = self.processes[worker].pid, self._asked.read(worker)
         message = f"data worker {worker} (pid {pid}) {what}; its last unit: {unit}"
         return RunError(message, RESTARTABLE, remedy)
@@ -225,7 +236,7 @@ def _end(exit_code: int | None) -> str:
     return f"was killed by signal {name}{reason}"
 
 
-def _widen(pipe: connection.Connection) -> None:
+def _widen(pipe: Connection) -> None:
     """Enlarge the pipe for a whole item, so that neither reader nor writer has to wait."""
     if sys.platform == "linux":
         with suppress(OSError):  # over this user's limit: it is only slower
