@@ -112,9 +112,14 @@ def work(make: Make, worker: int, size: int, asks: Connection, pipe: Connection)
 
 
 def _send(items: SimpleQueue[list[Block | Failed]], pipe: Connection) -> None:
-    with suppress(OSError):  # the rank has ended
+    try:
         while True:
             pipe.send(items.get())
+    except OSError:
+        return  # the rank has ended
+    except Exception:  # it cannot be sent, and the rank must not wait for it
+        traceback.print_exc()
+        os._exit(1)
 
 
 def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Block | Failed]]:
