@@ -90,7 +90,7 @@ def test_few_signatures_say_that_anything_goes():
 
 def test_a_class_name_has_one_meaning():
     counts = Counter(node.name for _, node in nodes(ast.ClassDef))
-    # The run that a program opens, and the state of one that trains.
+    # The run that a program opens, and the state of one that trains; a block and its candidates.
     assert {name for name, count in counts.items() if count > 1} <= {"Run"}
 
 

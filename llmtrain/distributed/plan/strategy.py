@@ -150,7 +150,7 @@ _ALIKE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class RatedLayout:
+class Candidate:
     """A layout and the estimates for it.
 
     missing_bytes: bytes that the device or the host lacks; 0 if the layout fits.
@@ -174,12 +174,12 @@ class RatedLayout:
 class Choice:
     """The best candidate of each strategy, and the chosen one (None if nothing fits)."""
 
-    chosen: RatedLayout | None
+    chosen: Candidate | None
     reason: str
-    candidates: tuple[RatedLayout, ...]
+    candidates: tuple[Candidate, ...]
 
     @property
-    def nearest_miss(self) -> RatedLayout | None:
+    def nearest_miss(self) -> Candidate | None:
         """The candidate that does not fit and lacks the fewest bytes."""
         missed = [one for one in self.candidates if not one.fits]
         return min(missed, key=lambda one: one.missing_bytes, default=None)
@@ -236,7 +236,7 @@ def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
 
 def _candidates(
     strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
-) -> Iterator[RatedLayout]:
+) -> Iterator[Candidate]:
     """Yield for each kind of checkpointing the best layout that fits, otherwise the smallest.
 
     If the best layout of a kind fits, no further kind is tried: recomputing more is not faster.
@@ -290,15 +290,15 @@ def _micro_batches(share: int, work: Work) -> list[int]:
 
 def _estimate(
     shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
-) -> RatedLayout:
+) -> Candidate:
     planned = memory(shape, saved, work, layout, hardware)
     machine = None if hardware.cpu else machine_of(hardware.device)
     time = step_time(shape, work, layout, hardware, machine) if machine else None
     speed = time.tokens_per_second if time else None
-    return RatedLayout(layout, planned, missing(planned, hardware), "", speed)
+    return Candidate(layout, planned, missing(planned, hardware), "", speed)
 
 
-def _fastest(candidates: Sequence[RatedLayout]) -> RatedLayout | None:
+def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the first candidate within 5 % of the fastest."""
     if not candidates:
         return None
@@ -306,15 +306,13 @@ def _fastest(candidates: Sequence[RatedLayout]) -> RatedLayout | None:
     return next(one for one in candidates if (one.tokens_per_second or 0.0) >= enough)
 
 
-def _best(candidates: Sequence[RatedLayout]) -> RatedLayout:
+def _best(candidates: Sequence[Candidate]) -> Candidate:
     """Return the fastest candidate that fits, otherwise the one that lacks the fewest bytes."""
     found = _fastest([one for one in candidates if one.fits])
     return found or min(candidates, key=lambda one: one.missing_bytes)
 
 
-def _reason(
-    chosen: RatedLayout | None, candidates: Sequence[RatedLayout], hardware: Hardware
-) -> str:
+def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware: Hardware) -> str:
     """Return the reason for the choice in one sentence."""
     if chosen is None:
         return _refusal(candidates, hardware)
@@ -326,7 +324,7 @@ def _reason(
     return f"{name} {merit}" + (f"; {lacking}" if lacking else "")
 
 
-def _merit(chosen: RatedLayout, fitting: Sequence[RatedLayout]) -> str:
+def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     """Return why this candidate was chosen from those that fit."""
     offloaded = chosen.layout.strategy in OFFLOADS
     rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
@@ -339,7 +337,7 @@ def _merit(chosen: RatedLayout, fitting: Sequence[RatedLayout]) -> str:
     return "is the simplest within 5 % of the fastest that fits"
 
 
-def _refusal(candidates: Sequence[RatedLayout], hardware: Hardware) -> str:
+def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
     near = min(candidates, key=lambda one: one.missing_bytes)
     name = layout_in_words(near.layout)
     where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
