@@ -16,7 +16,7 @@ from llmtrain.text import short, size, wrap
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.memory import Layout
-    from llmtrain.distributed.plan.strategy import Candidate
+    from llmtrain.distributed.plan.strategy import PlannedLayout
     from llmtrain.tools.plan import Plan
 
 _PARTS = {
@@ -140,7 +140,7 @@ def _layouts(found: Plan) -> Iterator[str]:
             yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
 
 
-def _mark(found: Plan, one: Candidate) -> str:
+def _mark(found: Plan, one: PlannedLayout) -> str:
     mark = "*" if one is found.chosen else " "
     return f"{mark} {one.layout.strategy:<{_NAME - 2}}"
 

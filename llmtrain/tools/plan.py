@@ -19,7 +19,13 @@ from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan.memory import Hardware, Work, arithmetic_of, checkpoint_bytes, memory
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
-from llmtrain.distributed.plan.strategy import Candidate, Choice, choose_strategy, missing, possible
+from llmtrain.distributed.plan.strategy import (
+    Choice,
+    PlannedLayout,
+    choose_strategy,
+    missing,
+    possible,
+)
 from llmtrain.errors import Problem, raise_any
 from llmtrain.model import trainable
 from llmtrain.model.count import CannotCountError
@@ -128,7 +134,7 @@ class Plan:
     uncounted: str | None = None
 
     @property
-    def chosen(self) -> Candidate | None:
+    def chosen(self) -> PlannedLayout | None:
         """The candidate that a run would choose; None if nothing fits."""
         return self.choice.chosen
 
@@ -257,18 +263,18 @@ def _without_count(
         known = memory(shape, Saved(0, 0, 0, 0), work, layout, hardware)
         lacking = missing(known, hardware)
         words = f"more than {size(known.total_bytes)} a device" if lacking else ""
-        candidates.append(Candidate(layout, known, lacking, words, None))
+        candidates.append(PlannedLayout(layout, known, lacking, words, None))
     return Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
 
 
-def _unknown(one: Candidate) -> JsonObject:
+def _unknown(one: PlannedLayout) -> JsonObject:
     """Return the values of a row that change if the forward cannot be counted."""
     parts = {name: None if name in UNCOUNTED else size for name, size in one.memory.parts.items()}
     fits = None if one.fits else False
     return {"parts": parts, "total_bytes": None, "host_bytes": None, "fits": fits}
 
 
-def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
+def _suggestions(near: PlannedLayout, shape: ModelShape) -> Iterator[str]:
     """Yield remedies that make the nearest miss fit, or need less memory.
 
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
@@ -280,7 +286,7 @@ def _suggestions(near: Candidate, shape: ModelShape) -> Iterator[str]:
     yield from _adapters(near, shape)
 
 
-def _adapters(near: Candidate, shape: ModelShape) -> Iterator[str]:
+def _adapters(near: PlannedLayout, shape: ModelShape) -> Iterator[str]:
     """Yield what adapters would save; in four bits a weight of 32 takes about an eighth."""
     parts, where = near.memory.parts, near.layout.strategy
     if not parts["optimizer"] or shape.adapted:
@@ -291,7 +297,7 @@ def _adapters(near: Candidate, shape: ModelShape) -> Iterator[str]:
     yield f"adapter.kind=qlora, on CUDA, would save up to {size(saved)} of {where}"
 
 
-def _row(one: Candidate, chosen: bool) -> JsonObject:
+def _row(one: PlannedLayout, chosen: bool) -> JsonObject:
     return {
         "name": one.layout.strategy,
         "chosen": chosen,

@@ -150,7 +150,7 @@ _ALIKE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlannedLayout:
     """A layout and the estimates for it.
 
     missing_bytes: bytes that the device or the host lacks; 0 if the layout fits.
@@ -174,12 +174,12 @@ class Candidate:
 class Choice:
     """The best candidate of each strategy, and the chosen one (None if nothing fits)."""
 
-    chosen: Candidate | None
+    chosen: PlannedLayout | None
     reason: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlannedLayout, ...]
 
     @property
-    def nearest_miss(self) -> Candidate | None:
+    def nearest_miss(self) -> PlannedLayout | None:
         """The candidate that does not fit and lacks the fewest bytes."""
         missed = [one for one in self.candidates if not one.fits]
         return min(missed, key=lambda one: one.missing_bytes, default=None)
@@ -236,7 +236,7 @@ def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
 
 def _candidates(
     strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
-) -> Iterator[Candidate]:
+) -> Iterator[PlannedLayout]:
     """Yield for each kind of checkpointing the best layout that fits, otherwise the smallest.
 
     If the best layout of a kind fits, no further kind is tried: recomputing more is not faster.
@@ -290,15 +290,15 @@ def _micro_batches(share: int, work: Work) -> list[int]:
 
 def _estimate(
     shape: ModelShape, saved: Saved, work: Work, layout: Layout, hardware: Hardware
-) -> Candidate:
+) -> PlannedLayout:
     planned = memory(shape, saved, work, layout, hardware)
     machine = None if hardware.cpu else machine_of(hardware.device)
     time = step_time(shape, work, layout, hardware, machine) if machine else None
     speed = time.tokens_per_second if time else None
-    return Candidate(layout, planned, missing(planned, hardware), "", speed)
+    return PlannedLayout(layout, planned, missing(planned, hardware), "", speed)
 
 
-def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
+def _fastest(candidates: Sequence[PlannedLayout]) -> PlannedLayout | None:
     """Return the first candidate within 5 % of the fastest."""
     if not candidates:
         return None
@@ -306,13 +306,15 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
     return next(one for one in candidates if (one.tokens_per_second or 0.0) >= enough)
 
 
-def _best(candidates: Sequence[Candidate]) -> Candidate:
+def _best(candidates: Sequence[PlannedLayout]) -> PlannedLayout:
     """Return the fastest candidate that fits, otherwise the one that lacks the fewest bytes."""
     found = _fastest([one for one in candidates if one.fits])
     return found or min(candidates, key=lambda one: one.missing_bytes)
 
 
-def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware: Hardware) -> str:
+def _reason(
+    chosen: PlannedLayout | None, candidates: Sequence[PlannedLayout], hardware: Hardware
+) -> str:
     """Return the reason for the choice in one sentence."""
     if chosen is None:
         return _refusal(candidates, hardware)
@@ -324,7 +326,7 @@ def _reason(chosen: Candidate | None, candidates: Sequence[Candidate], hardware:
     return f"{name} {merit}" + (f"; {lacking}" if lacking else "")
 
 
-def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
+def _merit(chosen: PlannedLayout, fitting: Sequence[PlannedLayout]) -> str:
     """Return why this candidate was chosen from those that fit."""
     offloaded = chosen.layout.strategy in OFFLOADS
     rivals = [one for one in fitting if offloaded or one.layout.strategy not in OFFLOADS]
@@ -337,7 +339,7 @@ def _merit(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     return "is the simplest within 5 % of the fastest that fits"
 
 
-def _refusal(candidates: Sequence[Candidate], hardware: Hardware) -> str:
+def _refusal(candidates: Sequence[PlannedLayout], hardware: Hardware) -> str:
     near = min(candidates, key=lambda one: one.missing_bytes)
     name = layout_in_words(near.layout)
     where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
