@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
 
 # As every launcher does, before anything imports torch: tests run side by side, and threads that
 # spin for each other take the cores from what they wait for.
@@ -18,13 +17,13 @@ settings.register_profile("sweep", max_examples=1000)  # of `make test-slow`
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Before `-m` chooses among them."""
     rings.mark(items)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item):
     """With its fixtures, a test that is not marked `launches` starts no interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("launches") is None:
@@ -33,7 +32,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+def server():
     """Starts ranks without importing torch again."""
     made = Server()
     yield made

@@ -4,8 +4,7 @@ Two launches at a time: while one imports, which one core does, the other trains
 """
 
 import math
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -37,7 +36,7 @@ ALIKE = {
 Ended = tuple[Path, CompletedProcess[str]]
 
 
-def train(folder: Path, name: str) -> Ended:
+def train(folder, name):
     """A few steps under this file; the run directory and what the launcher said."""
     folder = folder / name
     config = write_config(folder, tiny_config(folder / "run", training__steps=STEPS))
@@ -46,9 +45,7 @@ def train(folder: Path, name: str) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def ended(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[dict[str, Future[Ended]]]:
+def ended(tmp_path_factory, request):
     """All launches that are asked for, of which two run at a time."""
     folder = tmp_path_factory.mktemp("files")
     here = {item.name for item in request.session.items if item.path == request.path}
@@ -58,11 +55,11 @@ def ended(
         yield {name: pool.submit(train, folder, name) for name in started}
 
 
-def losses(run_dir: Path) -> list[float]:
+def losses(run_dir):
     return [line["loss"] for line in lines(run_dir, "train")]
 
 
-def test_there_is_a_row_for_every_file() -> None:
+def test_there_is_a_row_for_every_file():
     assert set(FILES) == {path.stem for path in CONFIGS.glob("*.yaml")}
 
 
@@ -70,9 +67,7 @@ def test_there_is_a_row_for_every_file() -> None:
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE), id=name) for name in FILES],
 )
-def test_a_launch_file_trains_what_it_says_with_the_losses_of_one_process(
-    ended: dict[str, Future[Ended]], name: str
-) -> None:
+def test_a_launch_file_trains_what_it_says_with_the_losses_of_one_process(ended, name):
     strategy, processes = FILES[name]
     run_dir, said = ended[name].result()
     assert status(run_dir)["state"] == "finished", said.stderr

@@ -5,7 +5,6 @@ import shutil
 import time
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from helpers import used
 from helpers.bases import save_base
 from helpers.chats import rows_of
 from helpers.corpus import articles, write_jsonl
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.numpy import load_file
 
@@ -37,11 +36,11 @@ FILE = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("weights") / "base")
 
 
-def config(run_dir: Path, base: Path, kind: str, strategy: str, **changes: Any) -> dict[str, Any]:
+def config(run_dir, base, kind, strategy, **changes):
     made = tiny_config(
         run_dir,
         training__steps=STEPS,
@@ -59,13 +58,13 @@ def config(run_dir: Path, base: Path, kind: str, strategy: str, **changes: Any) 
     return made
 
 
-def train(server: Server, folder: Path, made: dict[str, Any], *more: str, world: int = 2) -> None:
+def train(server, folder, made, *more, world=2):
     path = write_config(folder, made)
     codes = server.run(["train", str(path), *more], world, folder)
     assert codes == [0] * world, (folder / "output.txt").read_text()[-4000:]
 
 
-def refused(server: Server, folder: Path, made: dict[str, Any], world: int = 1) -> str:
+def refused(server, folder, made, world=1):
     path = write_config(folder, made)
     assert server.run(["train", str(path)], world, folder) == [2] * world
     said = (folder / "output.txt").read_text()
@@ -75,13 +74,11 @@ def refused(server: Server, folder: Path, made: dict[str, Any], world: int = 1) 
 
 
 @pytest.fixture(scope="module")
-def straight(
-    server: Server, base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], Path]:
+def straight(server, base, tmp_path_factory):
     """Run directories by kind and strategy, each trained when it is first asked for."""
 
     class Trained(dict[tuple[str, str], Path]):
-        def __missing__(self, key: tuple[str, str]) -> Path:
+        def __missing__(self, key):
             folder = tmp_path_factory.mktemp("-".join(key))
             train(server, folder, config(folder / "run", base, *key))
             self[key] = folder / "run"
@@ -90,14 +87,14 @@ def straight(
     return Trained()
 
 
-def saved(run_dir: Path, step: int = STEPS) -> Path:
+def saved(run_dir, step=STEPS):
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 @pytest.mark.parametrize(("kind", "strategy"), KILLED)
 def test_adapters_that_were_killed_and_resumed_end_in_the_same_bits(
-    server: Server, tmp_path: Path, straight: Any, base: Path, kind: str, strategy: str
-) -> None:
+    server, tmp_path, straight, base, kind, strategy
+):
     run_dir = tmp_path / "run"
     path = write_config(tmp_path, config(run_dir, base, kind, strategy))
     seed = time.time_ns()
@@ -116,8 +113,8 @@ def test_adapters_that_were_killed_and_resumed_end_in_the_same_bits(
 
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_a_checkpoint_holds_every_adapter_whole_and_nothing_of_the_base(
-    straight: Any, base: Path, kind: str, strategy: str
-) -> None:
+    straight, base, kind, strategy
+):
     directory = saved(straight[kind, strategy])
     found = load_file(directory / FILE)
     shapes = sorted(tuple(one.shape) for one in found.values())
@@ -138,7 +135,7 @@ def test_a_checkpoint_holds_every_adapter_whole_and_nothing_of_the_base(
 
 
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
-def test_the_adapters_of_every_rank_are_trained(straight: Any, kind: str, strategy: str) -> None:
+def test_the_adapters_of_every_rank_are_trained(straight, kind, strategy):
     """B begins at zero: rows that a rank does not train would still be zero."""
     first, last = (load_file(saved(straight[kind, strategy], n) / FILE) for n in (EVERY, STEPS))
     for name, tensor in last.items():
@@ -158,8 +155,8 @@ def test_the_adapters_of_every_rank_are_trained(straight: Any, kind: str, strate
     ],
 )
 def test_a_run_of_adapters_goes_on_under_another_strategy(
-    server: Server, tmp_path: Path, base: Path, kind: str, strategy: str, other: str
-) -> None:
+    server, tmp_path, base, kind, strategy, other
+):
     """Without dropout, whose masks depend on the ranks."""
     found = {}
     for second in (strategy, other):
@@ -179,7 +176,7 @@ def test_a_run_of_adapters_goes_on_under_another_strategy(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft's
-def test_peft_loads_a_checkpoint_as_it_is(straight: Any, base: Path) -> None:
+def test_peft_loads_a_checkpoint_as_it_is(straight, base):
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -198,16 +195,14 @@ def test_peft_loads_a_checkpoint_as_it_is(straight: Any, base: Path) -> None:
             assert np.array_equal(found.detach().numpy(), tensor), name
 
 
-def test_an_adapter_lowers_the_held_out_loss(straight: Any) -> None:
+def test_an_adapter_lowers_the_held_out_loss(straight):
     for key in DIAGONAL:
         losses = [line["loss"] for line in lines(straight[key], "eval")]
         assert losses[-1] < losses[0] - 0.02
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
-def test_in_bf16_a_bf16_base_trains_fp32_adapters(
-    server: Server, tmp_path: Path, base: Path, strategy: str
-) -> None:
+def test_in_bf16_a_bf16_base_trains_fp32_adapters(server, tmp_path, base, strategy):
     made = config(tmp_path / "run", base, "lora", strategy, training__precision="bf16")
     made["training"]["steps"] = EVERY
     train(server, tmp_path, made)
@@ -218,8 +213,8 @@ def test_in_bf16_a_bf16_base_trains_fp32_adapters(
 
 
 def test_an_evaluation_of_text_and_conversations_in_bf16_is_repeated_to_the_last_bit(
-    server: Server, tmp_path: Path, base: Path
-) -> None:
+    server, tmp_path, base
+):
     """On an adapter, with rows for the tokens of the template, that two processes trained."""
     made = config(tmp_path / "run", base, "lora", "ddp", training__precision="bf16")
     made["training"]["steps"] = EVERY
@@ -250,8 +245,8 @@ def test_an_evaluation_of_text_and_conversations_in_bf16_is_repeated_to_the_last
 
 
 def test_rows_of_named_tokens_are_trained_and_saved_alike_under_each_strategy(
-    server: Server, tmp_path: Path, base: Path
-) -> None:
+    server, tmp_path, base
+):
     held: dict[str, dict[str, np.ndarray]] = {}
     for strategy in STRATEGIES:
         run_dir = tmp_path / strategy / "run"
@@ -275,9 +270,7 @@ def test_rows_of_named_tokens_are_trained_and_saved_alike_under_each_strategy(
             assert np.allclose(held[strategy][name], tensor, atol=1e-5), (strategy, name)
 
 
-def test_a_base_that_is_gone_or_changed_is_refused_at_a_resume(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_base_that_is_gone_or_changed_is_refused_at_a_resume(server, tmp_path):
     base = save_base(tmp_path / "base", seed=3)
     made = config(tmp_path / "run", base, "lora", "ddp")
     train(server, tmp_path, made, f"training.steps={EVERY}", world=1)
@@ -298,7 +291,7 @@ def test_a_base_that_is_gone_or_changed_is_refused_at_a_resume(
     assert lines(tmp_path / "run", "start")[-1]["resumed_from"] == f"step-{EVERY:08d}"
 
 
-def test_four_bits_without_cuda_are_refused(server: Server, tmp_path: Path, base: Path) -> None:
+def test_four_bits_without_cuda_are_refused(server, tmp_path, base):
     said = refused(server, tmp_path, config(tmp_path / "run", base, "qlora", "ddp"))
     assert "adapter.kind = qlora" in said
     assert "a CUDA device" in said

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.ranks import ROOT, Server, until
+from helpers.ranks import ROOT, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
 STEPS = 80
 
 
-def test_a_second_attempt_does_not_call_the_ranks_of_the_first(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_second_attempt_does_not_call_the_ranks_of_the_first(server, tmp_path):
     from torch.distributed import TCPStore
 
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as a launcher does
@@ -31,7 +29,7 @@ def test_a_second_attempt_does_not_call_the_ranks_of_the_first(
         assert [one["broadcast"] for one in heard] == ["from 0"] * 3
 
 
-def test_nodes_that_count_attempts_differently_meet(server: Server, tmp_path: Path) -> None:
+def test_nodes_that_count_attempts_differently_meet(server, tmp_path):
     """A node that hears of a lost peer before its own rank fails does not count that restart."""
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # as scripts/slurm/node.sh asks for
     output = tmp_path / "met"
@@ -41,7 +39,7 @@ def test_nodes_that_count_attempts_differently_meet(server: Server, tmp_path: Pa
 
 
 @pytest.mark.slow  # the launchers of tests/distributed/test_slurm.py restart a rank, too
-def test_a_rank_that_its_launcher_restarts_resumes_exactly(server: Server, tmp_path: Path) -> None:
+def test_a_rank_that_its_launcher_restarts_resumes_exactly(server, tmp_path):
     paths = {}
     for name in ("straight", "killed"):
         config = tiny_config(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from helpers.bases import ENTRIES, save_base, save_tokenizer
-from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +18,7 @@ GENERATION = {"eos_token_id": [1, 2, 3], "temperature": 0.7, "do_sample": True}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A model, and beside it its tokenizer with some tokens more."""
     folder = tmp_path_factory.mktemp("bases")
     save_tokenizer(folder / "tokenizer", more=MORE)
@@ -28,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def generation(run_dir: Path, step: int) -> dict[str, Any]:
+def generation(run_dir, step):
     """How a checkpoint writes."""
     file = run_dir / "checkpoints" / f"step-{step:08d}" / "generation_config.json"
     found: dict[str, Any] = json.loads(file.read_text())
@@ -36,7 +35,7 @@ def generation(run_dir: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def config(run_dir: Path, base: Path, strategy: str, **changes: Any) -> dict[str, Any]:
+def config(run_dir, base, strategy, **changes):
     made = tiny_config(
         run_dir, training__steps=STEPS, evaluation__every_steps=STEPS, checkpoint__every_steps=2
     )
@@ -46,7 +45,7 @@ def config(run_dir: Path, base: Path, strategy: str, **changes: Any) -> dict[str
     return made
 
 
-def run(server: Server, folder: Path, made: dict[str, Any], world: int = 2) -> Path:
+def run(server, folder, made, world=2):
     path = write_config(folder, made)
     codes = server.run(["train", str(path)], world, folder)
     assert codes == [0] * world, (folder / "output.txt").read_text()[-4000:]
@@ -54,13 +53,13 @@ def run(server: Server, folder: Path, made: dict[str, Any], world: int = 2) -> P
 
 
 @pytest.fixture(scope="module")
-def grown(server: Server, tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+def grown(server, tmp_path_factory, base):
     """Under DDP."""
     folder = tmp_path_factory.mktemp("ddp")
     return run(server, folder, config(folder / "run", base, "ddp"))
 
 
-def test_a_run_that_grew_is_a_model_that_transformers_opens(grown: Path, base: Path) -> None:
+def test_a_run_that_grew_is_a_model_that_transformers_opens(grown, base):
     directory = grown / "checkpoints" / f"step-{STEPS:08d}"
     model, tokenizer = (
         kind.from_pretrained(directory) for kind in (AutoModelForCausalLM, AutoTokenizer)
@@ -76,8 +75,8 @@ def test_a_run_that_grew_is_a_model_that_transformers_opens(grown: Path, base: P
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_base_that_grows_trains_the_same_under_every_strategy(
-    server: Server, tmp_path: Path, base: Path, grown: Path, strategy: str
-) -> None:
+    server, tmp_path, base, grown, strategy
+):
     found = run(server, tmp_path, config(tmp_path / "run", base, strategy))
     assert status(found)["strategy"] == strategy
     for one, other in zip(lines(found, "train"), lines(grown, "train"), strict=True):
@@ -93,9 +92,7 @@ def test_a_base_that_grows_trains_the_same_under_every_strategy(
     assert [generation(found, n) for n in (2, STEPS, STEPS + 1)] == [GENERATION] * 3
 
 
-def test_ranks_of_a_sharded_run_read_no_weights_but_one(
-    server: Server, tmp_path: Path, base: Path
-) -> None:
+def test_ranks_of_a_sharded_run_read_no_weights_but_one(server, tmp_path, base):
     path = write_config(tmp_path, config(tmp_path / "run", base, "fsdp2"))
     arguments = [
         "call",
@@ -111,9 +108,7 @@ def test_ranks_of_a_sharded_run_read_no_weights_but_one(
     assert second == {"read": [], "held": 0, "whole": False}
 
 
-def test_a_run_begins_with_another_and_resumes_without_it(
-    server: Server, tmp_path: Path, grown: Path
-) -> None:
+def test_a_run_begins_with_another_and_resumes_without_it(server, tmp_path, grown):
     """Its base is the best checkpoint of a run, which is deleted after the first steps."""
     begun = Path(shutil.copytree(grown, tmp_path / "begun"))
     made = config(tmp_path / "run", begun, "ddp")
@@ -132,9 +127,7 @@ def test_a_run_begins_with_another_and_resumes_without_it(
     assert [generation(run_dir, step) for step in (2, 4)] == [GENERATION] * 2
 
 
-def test_weights_that_change_before_the_first_checkpoint_are_refused(
-    server: Server, tmp_path: Path, base: Path
-) -> None:
+def test_weights_that_change_before_the_first_checkpoint_are_refused(server, tmp_path, base):
     """The run has begun, and its `auto.json` names what it began with."""
     copy = Path(shutil.copytree(base.parent, tmp_path / "bases")) / "base"
     made = config(tmp_path / "run", copy, "ddp")

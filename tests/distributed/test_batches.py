@@ -1,9 +1,6 @@
 """The same batches and losses, however a step is dealt out over processes and workers."""
 
-from pathlib import Path
-
 import pytest
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 STEPS = 8
@@ -19,12 +16,12 @@ SOME = [(1, 2, 4), (2, 1, 3), (2, 2, 12), (3, 0, 8), (4, 0, 2)]
 
 
 @pytest.fixture(scope="module")
-def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def reference(server, tmp_path_factory):
     """One process, one micro-batch, no worker."""
     return train(server, tmp_path_factory.mktemp("reference"), *LAYOUTS[0])
 
 
-def train(server: Server, folder: Path, world_size: int, workers: int, micro: int) -> list[dict]:
+def train(server, folder, world_size, workers, micro):
     run_dir = folder / "run"
     config = tiny_config(
         run_dir,
@@ -43,13 +40,8 @@ def train(server: Server, folder: Path, world_size: int, workers: int, micro: in
     [pytest.param(*one, marks=[] if one in SOME else pytest.mark.slow) for one in LAYOUTS[1:]],
 )
 def test_steps_do_not_depend_on_processes_workers_or_micro_batch(
-    server: Server,
-    tmp_path: Path,
-    reference: list[dict],
-    world_size: int,
-    workers: int,
-    micro: int,
-) -> None:
+    server, tmp_path, reference, world_size, workers, micro
+):
     found = train(server, tmp_path, world_size, workers, micro)
     assert len(found) == len(reference) == STEPS
     for one, other in zip(found, reference, strict=True):

@@ -1,13 +1,11 @@
 """Runs on conversations: the same batches on any number of processes, bad rows, ends of turns."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import chats, corpus, turns
-from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.tools.data.which import which
@@ -17,7 +15,7 @@ from llmtrain.tools.use.generate import generate
 STEPS = 8
 
 
-def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+def config_of(folder, rows, **changes):
     """A run on these rows with the sample's tokenizer and `chatml`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = corpus.write_jsonl(folder / "chat.jsonl", rows)
@@ -29,12 +27,12 @@ def config_of(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
     return write_config(folder, config)
 
 
-def digests(folder: Path) -> list[str]:
+def digests(folder):
     return [line["batch_digest"] for line in lines(folder / "run", "train")]
 
 
 @pytest.fixture(scope="module")
-def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(server, tmp_path_factory):
     """One process, with a checkpoint in the middle."""
     folder = tmp_path_factory.mktemp("chat")
     path = config_of(
@@ -48,9 +46,7 @@ def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_resume_on_two_processes_has_the_same_batches_and_losses(
-    server: Server, straight: Path, tmp_path: Path
-) -> None:
+def test_a_resume_on_two_processes_has_the_same_batches_and_losses(server, straight, tmp_path):
     path = config_of(tmp_path, chats.rows_of(80), checkpoint__every_steps=STEPS // 2)
     half = f"training.steps={STEPS // 2}"
     schedule = "optimizer.schedule=constant"
@@ -68,7 +64,7 @@ def test_a_resume_on_two_processes_has_the_same_batches_and_losses(
         assert one["tokens"] == two["tokens"]
 
 
-def test_a_checkpoint_ends_at_the_end_of_a_turn(straight: Path) -> None:
+def test_a_checkpoint_ends_at_the_end_of_a_turn(straight):
     (start,) = lines(straight / "run", "start")
     checkpoint = straight / "run" / "checkpoints" / f"step-{STEPS:08d}"
     settings = json.loads((checkpoint / "generation_config.json").read_text())
@@ -90,8 +86,8 @@ def test_a_checkpoint_ends_at_the_end_of_a_turn(straight: Path) -> None:
     ids=["gpt-oss", "glm"],
 )
 def test_every_token_that_ends_a_turn_is_saved_and_ends_what_is_generated(
-    server: Server, tmp_path: Path, template: str, ends: tuple[str, ...]
-) -> None:
+    server, tmp_path, template, ends
+):
     files = chats.make(tmp_path / "tokenizer", template, turns.TOKENS[template])
     asked = {"model__tokenizer": str(files), "evaluation__prompts": ["Hi?"], "training__steps": 2}
     path = config_of(tmp_path, [turns.ROW] * 40, optimizer__schedule="constant", **asked)
@@ -114,7 +110,7 @@ def test_every_token_that_ends_a_turn_is_saved_and_ends_what_is_generated(
     assert (found.text, found.tokens, found.ended) == ("eeeee", 5, False)
 
 
-def writes(directory: Path, token: int) -> Path:
+def writes(directory, token):
     """A copy of a model of Llama's kind that writes this token and nothing else."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -131,21 +127,21 @@ def writes(directory: Path, token: int) -> Path:
     return out
 
 
-def test_the_evaluation_scores_answers_and_has_no_bits_per_byte(straight: Path) -> None:
+def test_the_evaluation_scores_answers_and_has_no_bits_per_byte(straight):
     *_, last = lines(straight / "run", "eval")
     assert last["bits_per_byte"] is None
     assert last["tokens"] > 0
     assert lines(straight / "run", "sample")[-1]["prompt"] == "Hi?"
 
 
-def test_the_log_shows_the_first_conversation(straight: Path) -> None:
+def test_the_log_shows_the_first_conversation(straight):
     log = (straight / "run" / "logs" / "rank-0.log").read_text()
     assert "the first conversation, trained in ⟦⟧" in log
     assert "<|im_end|>⟧" in log
 
 
 @pytest.mark.parametrize("step", [1, STEPS // 2 + 1])
-def test_the_conversations_of_a_step_are_named_and_checked(straight: Path, step: int) -> None:
+def test_the_conversations_of_a_step_are_named_and_checked(straight, step):
     found = which(straight / "run", step, text=True)
     assert found.checked_at == step
     assert found.batch_digest == digests(straight)[step - 1]
@@ -159,7 +155,7 @@ def test_the_conversations_of_a_step_are_named_and_checked(straight: Path, step:
         assert one.tokens == (0, one.span[1] - one.span[0])
 
 
-def test_a_later_bad_row_ends_all_ranks_with_its_line(server: Server, tmp_path: Path) -> None:
+def test_a_later_bad_row_ends_all_ranks_with_its_line(server, tmp_path):
     rows = chats.rows_of(240)
     rows[190]["messages"][0]["role"] = "bot"
     path = config_of(tmp_path, rows, training__steps=200)
@@ -173,9 +169,7 @@ def test_a_later_bad_row_ends_all_ranks_with_its_line(server: Server, tmp_path: 
 
 
 @pytest.mark.slow  # counted in tests/unit/data/test_chat_lanes.py
-def test_bad_rows_are_skipped_and_counted_where_that_is_asked(
-    server: Server, tmp_path: Path
-) -> None:
+def test_bad_rows_are_skipped_and_counted_where_that_is_asked(server, tmp_path):
     rows = chats.rows_of(120)
     rows[110]["messages"][0]["role"] = "bot"
     path = config_of(tmp_path, rows, training__steps=20)
@@ -186,7 +180,7 @@ def test_bad_rows_are_skipped_and_counted_where_that_is_asked(
     assert event["detail"]["rejected"] >= 1
 
 
-def test_epochs_of_conversations_end_with_the_data(server: Server, tmp_path: Path) -> None:
+def test_epochs_of_conversations_end_with_the_data(server, tmp_path):
     path = config_of(tmp_path, chats.rows_of(80), training__epochs=2, training__steps=None)
     assert server.run(["train", str(path)], 2, tmp_path) == [0, 0]
     assert status(tmp_path / "run")["state"] == "finished"
@@ -199,9 +193,7 @@ def test_epochs_of_conversations_end_with_the_data(server: Server, tmp_path: Pat
     assert lines(tmp_path / "run", "train")[-1]["tokens"] == 2 * trained
 
 
-def test_few_conversations_are_trained_in_each_epoch_without_an_empty_step(
-    server: Server, tmp_path: Path
-) -> None:
+def test_few_conversations_are_trained_in_each_epoch_without_an_empty_step(server, tmp_path):
     """As many steps as they fill, on any number of processes, and half of them in half an epoch."""
     rows = [
         {"messages": chats.talk(f"What is {n} plus {n}?", f"It is {n + n}.")} for n in range(60)
@@ -222,7 +214,7 @@ def test_few_conversations_are_trained_in_each_epoch_without_an_empty_step(
     assert one == two
 
 
-def test_a_run_that_would_train_nothing_is_refused(server: Server, tmp_path: Path) -> None:
+def test_a_run_that_would_train_nothing_is_refused(server, tmp_path):
     rows = [{"messages": chats.talk(f"{n}?", f"{n}.")} for n in range(60)]
     asked = {"data__lanes": 8, "training__global_batch_size": 2, "training__steps": None}
     path = config_of(tmp_path, rows, **asked, training__epochs=0.01, data__heldout=0.0)

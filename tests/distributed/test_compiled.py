@@ -1,14 +1,12 @@
 """Runs whose blocks torch's inductor has compiled, on two processes."""
 
-from pathlib import Path
-
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.tiny import lines, tiny_config, weights, write_config
 
 STEPS = 60
 
 
-def compiled_config(run_dir: Path) -> dict:
+def compiled_config(run_dir):
     """Samples at every evaluation, a checkpoint every four steps."""
     return tiny_config(
         run_dir,
@@ -21,9 +19,7 @@ def compiled_config(run_dir: Path) -> dict:
     )
 
 
-def test_compiled_blocks_resume_in_equal_bits_and_are_compiled_once(
-    server: Server, tmp_path: Path
-) -> None:
+def test_compiled_blocks_resume_in_equal_bits_and_are_compiled_once(server, tmp_path):
     runs = {name: tmp_path / name / "run" for name in ("straight", "killed")}
     paths = {name: write_config(at.parent, compiled_config(at)) for name, at in runs.items()}
     command = ["train", str(paths["straight"])]

@@ -1,23 +1,22 @@
 """What the data does to a run: it ends, it fails under way, it is exchanged on purpose."""
 
 import json
-from pathlib import Path
 
 import psutil
 import pytest
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
 
-def events(run_dir: Path, name: str) -> list[dict]:
+def events(run_dir, name):
     return [line["detail"] for line in lines(run_dir, "event") if line["event"] == name]
 
 
-def digests(run_dir: Path) -> dict[int, str]:
+def digests(run_dir):
     return {line["step"]: line["batch_digest"] for line in lines(run_dir, "train")}
 
 
-def test_a_changed_key_is_refused_until_it_is_accepted(server: Server, tmp_path: Path) -> None:
+def test_a_changed_key_is_refused_until_it_is_accepted(server, tmp_path):
     run_dir = tmp_path / "run"
     config = tiny_config(run_dir, training__steps=3, data__lanes=24)
     path = str(write_config(tmp_path, config))
@@ -43,8 +42,8 @@ def test_a_changed_key_is_refused_until_it_is_accepted(server: Server, tmp_path:
 
 
 @pytest.mark.slow  # F37 is the same with other strikes
-def test_a_dead_data_worker_costs_no_step(server: Server, tmp_path: Path) -> None:
-    def config(folder: Path) -> str:
+def test_a_dead_data_worker_costs_no_step(server, tmp_path):
+    def config(folder):
         made = tiny_config(
             folder / "run",
             training__steps=30,
@@ -79,7 +78,7 @@ def test_a_dead_data_worker_costs_no_step(server: Server, tmp_path: Path) -> Non
     assert weights(run_dir, 30) == weights(tmp_path / "straight" / "run", 30)
 
 
-def test_a_run_whose_sources_are_used_up_is_finished(server: Server, tmp_path: Path) -> None:
+def test_a_run_whose_sources_are_used_up_is_finished(server, tmp_path):
     texts = [f"article {number} says {'word ' * (number % 40)}" for number in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     found = {}
@@ -112,7 +111,7 @@ def test_a_run_whose_sources_are_used_up_is_finished(server: Server, tmp_path: P
     assert len(lines(folder / "run", "train")) == steps
 
 
-def test_epochs_are_a_number_of_steps_decided_once(server: Server, tmp_path: Path) -> None:
+def test_epochs_are_a_number_of_steps_decided_once(server, tmp_path):
     run_dir = tmp_path / "run"
     config = tiny_config(run_dir, training__epochs=0.1)
     del config["training"]["steps"]
@@ -127,9 +126,7 @@ def test_epochs_are_a_number_of_steps_decided_once(server: Server, tmp_path: Pat
     assert "training.epochs" in (tmp_path / "output.txt").read_text()
 
 
-def test_validation_data_of_its_own_leaves_all_documents_for_training(
-    server: Server, tmp_path: Path
-) -> None:
+def test_validation_data_of_its_own_leaves_all_documents_for_training(server, tmp_path):
     run_dir = tmp_path / "run"
     texts = [f"another text, number {number}" for number in range(7)]
     (tmp_path / "own.txt").write_text("\n".join(texts))
@@ -143,7 +140,7 @@ def test_validation_data_of_its_own_leaves_all_documents_for_training(
     assert [source["heldout"] for source in manifest["sources"]] == [{"units": [], "threshold": 0}]
 
 
-def data_workers(pid: int) -> list[psutil.Process]:
+def data_workers(pid):
     return [
         child
         for child in psutil.Process(pid).children()

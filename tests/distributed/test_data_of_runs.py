@@ -5,11 +5,10 @@ are to be counted here in the same way.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from helpers import corpus, reference_stream
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.config.load import load_config
@@ -19,34 +18,34 @@ from llmtrain.data.tokens.tokenizer import open_tokenizer
 DOCUMENTS = 401
 
 
-def config_of(folder: Path, source: Path, **changes: object) -> dict:
+def config_of(folder, source, **changes):
     """A run over one pass of a source; steps far beyond it unless `changes` say otherwise."""
     config = tiny_config(folder / "run", **{"training__steps": 10_000, **changes})
     config["data"]["sources"] = [{"path": str(source), "max_epochs": 1}]
     return config
 
 
-def trained(server: Server, folder: Path, config: dict, world_size: int) -> Path:
+def trained(server, folder, config, world_size):
     """The directory of a run that went through."""
     codes = server.run(["train", str(write_config(folder, config))], world_size, folder)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()
     return folder / "run"
 
 
-def data_state(run_dir: Path, step: int) -> dict:
+def data_state(run_dir, step):
     path = run_dir / "checkpoints" / f"step-{step:08d}" / "trainer_state.json"
     return json.loads(path.read_text())["data"]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """401 documents, which three processes can not share evenly."""
     path = tmp_path_factory.mktemp("source") / "a.parquet"
     return corpus.write_parquet(path, corpus.articles(DOCUMENTS), group=20)
 
 
 @pytest.fixture(scope="module")
-def runs(server: Server, tmp_path_factory: pytest.TempPathFactory, source: Path) -> dict[int, Path]:
+def runs(server, tmp_path_factory, source):
     """One whole pass, packed and with documents held out, on 1 to 4 processes."""
     found = {}
     for world_size in (1, 2, 3, 4):
@@ -59,9 +58,7 @@ def runs(server: Server, tmp_path_factory: pytest.TempPathFactory, source: Path)
     return found
 
 
-def test_401_documents_on_three_processes_end_at_the_same_step_on_all(
-    runs: dict[int, Path],
-) -> None:
+def test_401_documents_on_three_processes_end_at_the_same_step_on_all(runs):
     for run_dir in runs.values():
         found = status(run_dir)
         assert (found["state"], found["reason"]) == ("finished", "data_ended")
@@ -70,9 +67,7 @@ def test_401_documents_on_three_processes_end_at_the_same_step_on_all(
     assert min(steps) > 3
 
 
-def test_evaluation_on_three_processes_scores_every_document_once(
-    runs: dict[int, Path],
-) -> None:
+def test_evaluation_on_three_processes_scores_every_document_once(runs):
     scored = {
         world_size: [
             (line["step"], line["documents"], line["tokens"], line["bytes"])
@@ -90,7 +85,7 @@ def test_evaluation_on_three_processes_scores_every_document_once(
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 
 
-def test_replicated_ranks_do_not_count_tokens_twice(runs: dict[int, Path]) -> None:
+def test_replicated_ranks_do_not_count_tokens_twice(runs):
     counted = {
         world_size: [
             (line["tokens"], line["step_tokens"], line["sources"])
@@ -113,14 +108,14 @@ def test_replicated_ranks_do_not_count_tokens_twice(runs: dict[int, Path]) -> No
     assert counted[4][-1][0] == sum(lengths)
 
 
-def test_the_checkpoint_of_four_ranks_has_the_lanes_of_all(runs: dict[int, Path]) -> None:
+def test_the_checkpoint_of_four_ranks_has_the_lanes_of_all(runs):
     states = [data_state(run_dir, status(run_dir)["step"]) for run_dir in runs.values()]
     assert all(state == states[0] for state in states[1:])
     assert all(sum(lane[0][:3]) > 0 for lane in states[0]["cursors"])
 
 
 @pytest.mark.slow  # test_data_end resumes in later epochs
-def test_a_resume_in_a_later_epoch_goes_on_to_the_last_step(server: Server, tmp_path: Path) -> None:
+def test_a_resume_in_a_later_epoch_goes_on_to_the_last_step(server, tmp_path):
     """A stream that is over when what was seen is skipped would end the run as finished."""
     path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(40))
     changes = {"training__steps": 60, "checkpoint__every_steps": 15, "data__lanes": 6}
@@ -145,9 +140,7 @@ def test_a_resume_in_a_later_epoch_goes_on_to_the_last_step(server: Server, tmp_
 
 
 @pytest.mark.slow  # DF-05 with a packing
-def test_packed_lengths_do_not_decide_the_steps_of_a_rank(
-    server: Server, tmp_path: Path, source: Path
-) -> None:
+def test_packed_lengths_do_not_decide_the_steps_of_a_rank(server, tmp_path, source):
     """Steps are fixed at the start and the same on every rank, number of ranks and resume."""
     found = {}
     for world_size in (1, 3):

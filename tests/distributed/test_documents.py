@@ -2,13 +2,11 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 from safetensors.numpy import load_file
 from torch.nn import functional as F
@@ -22,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def texts() -> list[dict[str, str]]:
+def texts():
     """Documents of one to thirty words: a block holds several of them."""
     draw = np.random.default_rng(5)
     words = ["tree", "stone", "river", "of", "the", "a", "light", "runs", "under", "old", "and"]
@@ -30,9 +28,7 @@ def texts() -> list[dict[str, str]]:
     return [{"id": str(n), "text": " ".join(draw.choice(words, k))} for n, k in enumerate(lengths)]
 
 
-def train(
-    server: Server, folder: Path, kind: str, world_size: int, micro: int, *, mask: bool = True
-) -> Path:
+def train(server, folder, kind, world_size, micro, *, mask=True):
     folder.mkdir(parents=True)
     (folder / "short.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts()))
     config = tiny_config(
@@ -50,9 +46,7 @@ def train(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_losses_do_not_depend_on_processes_and_micro_batches(
-    server: Server, tmp_path: Path, kind: str
-) -> None:
+def test_losses_do_not_depend_on_processes_and_micro_batches(server, tmp_path, kind):
     one = train(server, tmp_path / "one", kind, 1, 24)
     two = train(server, tmp_path / "two", kind, 2, 3)
     for name in ("train", "eval"):
@@ -65,9 +59,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_evaluations_loss_is_that_of_each_document_alone(
-    server: Server, tmp_path: Path, kind: str
-) -> None:
+def test_the_evaluations_loss_is_that_of_each_document_alone(server, tmp_path, kind):
     """By plain transformers, from the checkpoint as it lies and the tokens that were scored."""
     run_dir = train(server, tmp_path / "two", kind, 2, 4)
     step = f"step-{STEPS:08d}"
@@ -92,7 +84,7 @@ def test_the_evaluations_loss_is_that_of_each_document_alone(
     assert written["loss"] == pytest.approx(summed / scored, abs=1e-5)
 
 
-def test_hiding_documents_changes_what_is_learnt(server: Server, tmp_path: Path) -> None:
+def test_hiding_documents_changes_what_is_learnt(server, tmp_path):
     hidden = lines(train(server, tmp_path / "on", "llama", 1, 24), "train")
     seen = lines(train(server, tmp_path / "off", "llama", 1, 24, mask=False), "train")
     assert np.abs([a["loss"] - b["loss"] for a, b in zip(hidden, seen, strict=True)]).max() > 1e-4

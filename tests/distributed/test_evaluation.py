@@ -1,30 +1,25 @@
 """What a run does with its evaluations: by source, the best is saved, patience ends the run."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import corpus
-from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
 
-def state(run_dir: Path, step: int) -> dict[str, Any]:
+def state(run_dir, step):
     path = run_dir / "checkpoints" / f"step-{step:08d}" / "trainer_state.json"
     return json.loads(path.read_text())
 
 
-def run(server: Server, folder: Path, made: dict[str, Any], world_size: int, *more: str) -> Path:
+def run(server, folder, made, world_size, *more):
     path = write_config(folder, made)
     codes = server.run(["train", str(path), *more], world_size, folder)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()[-4000:]
     return folder / "run"
 
 
-def test_the_best_evaluation_so_far_is_saved_though_no_checkpoint_is_due(
-    server: Server, tmp_path: Path
-) -> None:
+def test_the_best_evaluation_so_far_is_saved_though_no_checkpoint_is_due(server, tmp_path):
     made = tiny_config(tmp_path / "run", training__steps=6, evaluation__every_steps=2)
     run_dir = run(server, tmp_path, made, 2)
     losses = {line["step"]: line["loss"] for line in lines(run_dir, "eval")}
@@ -36,7 +31,7 @@ def test_the_best_evaluation_so_far_is_saved_though_no_checkpoint_is_due(
         assert found == {"step": step, "loss": losses[step], "best": losses[step]}
 
 
-def bad_config(folder: Path, **changes: Any) -> dict[str, Any]:
+def bad_config(folder, **changes):
     """Steps so long that nothing behind the base line is as good."""
     return tiny_config(
         folder / "run",
@@ -50,9 +45,7 @@ def bad_config(folder: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-def test_patience_ends_a_run_and_its_count_survives_a_resume(
-    server: Server, tmp_path: Path
-) -> None:
+def test_patience_ends_a_run_and_its_count_survives_a_resume(server, tmp_path):
     folder = tmp_path / "resumed"
     made = bad_config(folder, evaluation__patience=2)
     run_dir = run(server, folder, made, 2)
@@ -80,9 +73,7 @@ def test_patience_ends_a_run_and_its_count_survives_a_resume(
     assert weights(run_dir, 8) == weights(expected, 8)
 
 
-def test_held_out_documents_of_several_sources_are_measured_by_source(
-    server: Server, tmp_path: Path
-) -> None:
+def test_held_out_documents_of_several_sources_are_measured_by_source(server, tmp_path):
     path = corpus.write_jsonl(tmp_path / "a.jsonl", corpus.articles(60))
     made = tiny_config(tmp_path / "run", training__steps=2)
     made["data"]["sources"] = [{"path": "sample"}, {"path": str(path)}]

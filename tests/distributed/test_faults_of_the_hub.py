@@ -3,20 +3,19 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 from helpers import corpus, hub
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
 STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     """45 small row groups in two files: a few are read in every step of 8 blocks."""
     root = tmp_path_factory.mktemp("files")
     corpus.write_parquet(root / "data" / "1.parquet", corpus.articles(100), group=4)
@@ -25,13 +24,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def away(files: Path) -> Iterator[hub.Hub]:
+def away(files):
     """The same files on the Hub."""
     with hub.serving(hub.read_files(files)) as serving:
         yield serving
 
 
-def config_of(folder: Path, source: str, **data: object) -> dict:
+def config_of(folder, source, **data):
     config = tiny_config(folder / "run", training__steps=STEPS, training__global_batch_size=8)
     config["data"] |= {"sources": [{"path": source}], "lanes": 4, "heldout": 0.05, **data}
     # The rates of the first steps do not depend on how many will follow.
@@ -39,13 +38,13 @@ def config_of(folder: Path, source: str, **data: object) -> dict:
     return config
 
 
-def environment(server: hub.Hub, home: Path, **more: str) -> dict[str, str]:
+def environment(server, home, **more):
     """What makes a rank ask this server, and nobody else."""
     return {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(home), **more}
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server, tmp_path_factory: pytest.TempPathFactory, files: Path) -> Path:
+def expected(server, tmp_path_factory, files):
     """The run on the files themselves."""
     folder = tmp_path_factory.mktemp("here")
     path = write_config(folder, config_of(folder, str(files / "data")))
@@ -53,15 +52,15 @@ def expected(server: Server, tmp_path_factory: pytest.TempPathFactory, files: Pa
     return folder / "run"
 
 
-def etags(files: Path) -> set[str]:
+def etags(files):
     return {hub.etag(file.read_bytes()) for file in files.rglob("*.parquet")}
 
 
-def digests(run_dir: Path) -> list[str]:
+def digests(run_dir):
     return [line["batch_digest"] for line in lines(run_dir, "train")]
 
 
-def check(run_dir: Path, expected: Path) -> None:
+def check(run_dir, expected):
     """It was trained on the same batches, to the same bits."""
     assert status(run_dir)["state"] == "finished"
     assert len(digests(run_dir)) == STEPS
@@ -70,8 +69,8 @@ def check(run_dir: Path, expected: Path) -> None:
 
 
 def test_passing_faults_change_no_bit_and_nothing_is_kept_but_what_a_run_is_for(
-    server: Server, tmp_path: Path, away: hub.Hub, expected: Path, files: Path
-) -> None:
+    server, tmp_path, away, expected, files
+):
     away.mixture = hub.mixture(3, share=0.15)
     path = write_config(tmp_path, config_of(tmp_path, hub.ID))
     elsewhere = {name: str(tmp_path / name) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
@@ -100,9 +99,7 @@ def test_passing_faults_change_no_bit_and_nothing_is_kept_but_what_a_run_is_for(
 
 
 @pytest.mark.slow  # unit tests end with 75; restarts: F46
-def test_an_outage_beyond_all_patience_costs_a_restart_and_no_bit(
-    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
-) -> None:
+def test_an_outage_beyond_all_patience_costs_a_restart_and_no_bit(server, tmp_path, away, expected):
     path = str(write_config(tmp_path, config_of(tmp_path, hub.ID)))
     run_dir, env = tmp_path / "run", environment(away, tmp_path)
     begin = ["train", path, "training.steps=2"]
@@ -111,7 +108,7 @@ def test_an_outage_beyond_all_patience_costs_a_restart_and_no_bit(
     going = ["train", path, "distributed.timeout_minutes=0.2"]
     asked = count(1)
 
-    def soon_gone() -> str:
+    def soon_gone():
         away.down = next(asked) >= 16
         return "reset" if away.down else ""
 
@@ -133,9 +130,7 @@ def test_an_outage_beyond_all_patience_costs_a_restart_and_no_bit(
     check(run_dir, expected)
 
 
-def test_a_full_cache_trains_without_one_request(
-    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
-) -> None:
+def test_a_full_cache_trains_without_one_request(server, tmp_path, away, expected):
     first = str(
         write_config(tmp_path / "online", config_of(tmp_path / "online", hub.ID, cache_gb=1))
     )
@@ -157,9 +152,7 @@ def test_a_full_cache_trains_without_one_request(
     assert not away.requests
 
 
-def test_a_signal_does_not_wait_for_a_network_that_is_away(
-    server: Server, tmp_path: Path, away: hub.Hub, expected: Path
-) -> None:
+def test_a_signal_does_not_wait_for_a_network_that_is_away(server, tmp_path, away, expected):
     path = str(write_config(tmp_path, config_of(tmp_path, hub.ID)))
     run_dir, env = tmp_path / "run", environment(away, tmp_path)
     begin = ["train", path, "training.steps=2"]
@@ -181,8 +174,8 @@ def test_a_signal_does_not_wait_for_a_network_that_is_away(
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_at_a_first_start_does_not_wait_for_the_hub_either(
-    server: Server, tmp_path: Path, away: hub.Hub, world_size: int
-) -> None:
+    server, tmp_path, away, world_size
+):
     path = str(write_config(tmp_path, config_of(tmp_path, hub.ID)))
     run_dir, env = tmp_path / "run", environment(away, tmp_path)
     away.down = True  # and two minutes of patience begin

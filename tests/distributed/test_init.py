@@ -1,11 +1,9 @@
 """What `llmtrain init` writes trains as it stands, for each form of rows and each kind of base."""
 
 import math
-from pathlib import Path
 
 import pytest
 from helpers import bases, brought
-from helpers.ranks import Server
 from helpers.tiny import lines
 from transformers import AutoTokenizer
 
@@ -21,7 +19,7 @@ PAIRS = [
 ]
 
 
-def base_of(folder: Path, kind: str) -> str | None:
+def base_of(folder, kind):
     """A small base, with a template of its own or without."""
     if kind == "none":
         return None
@@ -35,9 +33,7 @@ def base_of(folder: Path, kind: str) -> str | None:
 
 
 @pytest.mark.parametrize(("form", "kind"), PAIRS)
-def test_the_written_config_trains_and_its_loss_falls(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, kind: str
-) -> None:
+def test_the_written_config_trains_and_its_loss_falls(server, tmp_path, monkeypatch, form, kind):
     monkeypatch.chdir(tmp_path)
     data = brought.FORMS[form](tmp_path)
     # A smaller new model than it would choose, and no timing of this machine.

@@ -34,7 +34,7 @@ sys.addaudithook(hook)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A folder with the wheel and the source distribution of this tree, built without a network."""
     folder = tmp_path_factory.mktemp("built")
     tree = folder / "tree"
@@ -53,19 +53,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wheel(built: Path) -> Path:
+def wheel(built):
     (found,) = built.glob("*.whl")
     return found
 
 
-def files_of(folder: Path) -> set[str]:
+def files_of(folder):
     """The files below a folder of the project, links followed, as they are in the package."""
     walked = os.walk(folder, followlinks=True)
     found = {Path(here, name) for here, _, names in walked for name in names}
     return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
-def test_the_package_itself_is_pure_python_and_has_all_its_files(built: Path) -> None:
+def test_the_package_itself_is_pure_python_and_has_all_its_files(built):
     assert re.fullmatch(r"llmtrain-[\d.]+-py3-none-any\.whl", wheel(built).name)
     with zipfile.ZipFile(wheel(built)) as opened:
         names = set(opened.namelist())
@@ -78,7 +78,7 @@ def test_the_package_itself_is_pure_python_and_has_all_its_files(built: Path) ->
                 assert opened.read(f"llmtrain/recipes/{name}") == (ROOT / name).read_bytes()
 
 
-def test_the_page_of_an_index_has_no_link_into_the_repository(built: Path) -> None:
+def test_the_page_of_an_index_has_no_link_into_the_repository(built):
     with zipfile.ZipFile(wheel(built)) as opened:
         (name,) = (one for one in opened.namelist() if one.endswith(".dist-info/METADATA"))
         metadata = message_from_string(opened.read(name).decode())
@@ -93,7 +93,7 @@ def test_the_page_of_an_index_has_no_link_into_the_repository(built: Path) -> No
     assert systems == ["Operating System :: POSIX :: Linux"]
 
 
-def test_the_source_distribution_has_what_tests_and_pages_need(built: Path) -> None:
+def test_the_source_distribution_has_what_tests_and_pages_need(built):
     (found,) = built.glob("*.tar.gz")
     with tarfile.open(found) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
@@ -104,7 +104,7 @@ def test_the_source_distribution_has_what_tests_and_pages_need(built: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path) -> Path:
+def installed(built):
     """The python of a new environment that has the wheel, and the libraries of this one."""
     folder = built / "environment"
     venv.create(folder, with_pip=True)
@@ -118,13 +118,11 @@ def installed(built: Path) -> Path:
     return python
 
 
-def test_from_an_empty_folder_and_without_a_network_it_trains(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_from_an_empty_folder_and_without_a_network_it_trains(installed, tmp_path):
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     (folder := tmp_path / "empty").mkdir()
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words):
         return subprocess.run(
             [installed, *words], cwd=folder, env=env, capture_output=True, text=True
         )

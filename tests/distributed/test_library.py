@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from helpers import launcher
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 NOTEBOOK = """
@@ -18,9 +17,7 @@ print(json.dumps([str(result.run_dir), result.state, result.exit_code, result.st
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1"])
-def test_a_run_that_failed_leaves_nothing_in_the_way_of_the_next(
-    server: Server, tmp_path: Path, strategy: str
-) -> None:
+def test_a_run_that_failed_leaves_nothing_in_the_way_of_the_next(server, tmp_path, strategy):
     path = write_config(tmp_path, tiny_config(tmp_path / "run", training__steps=1))
     arguments = ["call", "helpers.library", "fail_and_go_on", str(path), strategy, "said.json"]
     codes = server.run(arguments, 1, tmp_path)
@@ -33,7 +30,7 @@ def test_a_run_that_failed_leaves_nothing_in_the_way_of_the_next(
     assert not [name for name in names if "RANK" in name or name.startswith(("ACC", "MASTER"))]
 
 
-def test_processes_are_started_where_there_is_no_program_to_start_again(tmp_path: Path) -> None:
+def test_processes_are_started_where_there_is_no_program_to_start_again(tmp_path):
     config = tiny_config(Path("run"), training__steps=2)
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = launcher.run([sys.executable, "-c", NOTEBOOK], tmp_path, TMPDIR=str(tmp_path))

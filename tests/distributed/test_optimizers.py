@@ -3,12 +3,9 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import Server
 from helpers.rings import needs
 from helpers.sharded import Job
 from helpers.sharded_models import build
@@ -19,7 +16,7 @@ TWO_NODES = {"LOCAL_WORLD_SIZE": "2"}
 STEPS = 6
 
 
-def train(server: Server, folder: Path, world_size: int, job: Job) -> dict[str, Any]:
+def train(server, folder, world_size, job):
     output = folder / "result.json"
     arguments = ["call", "helpers.sharded", "work", str(output), job.text()]
     env = TWO_NODES if job.strategy == "hsdp" else {}
@@ -38,8 +35,8 @@ def train(server: Server, folder: Path, world_size: int, job: Job) -> dict[str, 
     ids=["one row", "fewer rows than ranks", "hsdp"],
 )
 def test_muon_trains_matrices_of_any_shape_where_they_are_sharded(
-    server: Server, tmp_path: Path, world_size: int, job: Job
-) -> None:
+    server, tmp_path, world_size, job
+):
     """An update is that of the whole matrix, but for sums in another order."""
     one, before = replace(job, steps=1), dict(build(job.kind).named_parameters())
     sharded = train(server, tmp_path, world_size, one)
@@ -56,7 +53,7 @@ def test_muon_trains_matrices_of_any_shape_where_they_are_sharded(
     assert numbers[-1]["loss"] < 2 * numbers[0]["loss"]
 
 
-def config(run_dir: Path, strategy: str, optimizer: str) -> dict[str, Any]:
+def config(run_dir, strategy, optimizer):
     """Accumulation, and a checkpoint in the middle; one group has a rate of its own."""
     made = tiny_config(
         run_dir,
@@ -71,14 +68,14 @@ def config(run_dir: Path, strategy: str, optimizer: str) -> dict[str, Any]:
     return made
 
 
-def run(server: Server, folder: Path, made: dict[str, Any], world_size: int) -> None:
+def run(server, folder, made, world_size):
     env = TWO_NODES if world_size == 4 else {}
     path = write_config(folder, made)
     codes = server.run(["train", str(path)], world_size, folder, env)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()[-4000:]
 
 
-def resumed(server: Server, folder: Path, strategy: str, world_size: int, optimizer: str) -> None:
+def resumed(server, folder, strategy, world_size, optimizer):
     """A run that is killed behind its first checkpoint ends in the bits of a straight one."""
     straight = folder / "straight" / "run"
     run(server, folder / "straight", config(straight, strategy, optimizer), world_size)
@@ -94,9 +91,7 @@ def resumed(server: Server, folder: Path, strategy: str, world_size: int, optimi
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
-def test_a_resumed_run_with_muon_ends_in_the_bits_of_a_straight_one(
-    server: Server, tmp_path: Path, strategy: str
-) -> None:
+def test_a_resumed_run_with_muon_ends_in_the_bits_of_a_straight_one(server, tmp_path, strategy):
     resumed(server, tmp_path, strategy, 2, "muon")
     saved = tmp_path / "killed" / "run" / "checkpoints" / f"step-{STEPS:08d}"
     with safe_open(saved / "optimizer-00001-of-00001.safetensors", "pt") as file:
@@ -105,9 +100,7 @@ def test_a_resumed_run_with_muon_ends_in_the_bits_of_a_straight_one(
 
 
 @needs("bitsandbytes")
-def test_a_resumed_run_with_8_bit_moments_ends_in_the_bits_of_a_straight_one(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_resumed_run_with_8_bit_moments_ends_in_the_bits_of_a_straight_one(server, tmp_path):
     resumed(server, tmp_path, "ddp", 2, "adamw_8bit")
 
 
@@ -122,16 +115,14 @@ def test_a_resumed_run_with_8_bit_moments_ends_in_the_bits_of_a_straight_one(
     ],
 )
 def test_any_optimizer_is_resumed_in_equal_bits_however_it_is_spread_out(
-    server: Server, tmp_path: Path, optimizer: str, strategy: str, world_size: int
-) -> None:
+    server, tmp_path, optimizer, strategy, world_size
+):
     resumed(server, tmp_path, strategy, world_size, optimizer)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp2"), ("fsdp2", "ddp")])
-def test_a_run_with_muon_goes_on_under_another_strategy(
-    server: Server, tmp_path: Path, first: str, second: str
-) -> None:
+def test_a_run_with_muon_goes_on_under_another_strategy(server, tmp_path, first, second):
     run_dir = tmp_path / "run"
     made = config(run_dir, first, "muon")
     run(server, tmp_path, made, 2)

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.launcher import ACCELERATE, LLMTRAIN, SCRIPT, launch_file, run
-from helpers.ranks import Ranks, Server, free_port, rank_environment
+from helpers.ranks import Ranks, free_port, rank_environment
 from helpers.rings import needs
 from helpers.tiny import lines, status, tiny_config, write_config
 
@@ -33,22 +32,22 @@ AS_MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 Ended = tuple[Path, subprocess.CompletedProcess[str]]
 
 
-def tiny(folder: Path, **changes: Any) -> Path:
+def tiny(folder, **changes):
     return write_config(folder, tiny_config(folder / "run", training__steps=2, **changes))
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     return tiny(tmp_path)
 
 
-def accelerate(folder: Path, values: dict[str, Any], *more: str) -> list[str]:
+def accelerate(folder, values, *more):
     """The command of accelerate's own launcher with a file of these values."""
     file = launch_file(folder, values)
     return [*ACCELERATE, "--config_file", file, SCRIPT, str(folder / "config.yaml"), *more]
 
 
-def one_message(said: str, folder: Path, *words: str) -> None:
+def one_message(said, folder, *words):
     """One message for a person, and nothing was trained."""
     assert said.count("error: ") == 1, said
     assert "Traceback" not in said
@@ -58,7 +57,7 @@ def one_message(said: str, folder: Path, *words: str) -> None:
     assert not lines(folder / "run", "train")
 
 
-def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: object) -> None:
+def trained(ended, folder, **start):
     """The run has finished as what `start` says."""
     assert status(folder / "run")["state"] == "finished", ended.stderr
     (line,) = lines(folder / "run", "start")
@@ -67,16 +66,14 @@ def trained(ended: subprocess.CompletedProcess[str], folder: Path, **start: obje
 
 @needs("accelerate", "1.15")  # before it, such processes find each other
 def test_processes_that_each_think_they_are_alone_are_refused_in_each_of_them(
-    server: Server, config: Path, tmp_path: Path
-) -> None:
+    server, config, tmp_path
+):
     arguments = ["call", "helpers.odd_ranks", "alone", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "thinks it is alone", "WORLD_SIZE")
 
 
-def test_the_simple_launcher_that_starts_one_of_two_is_refused(
-    config: Path, tmp_path: Path
-) -> None:
+def test_the_simple_launcher_that_starts_one_of_two_is_refused(config, tmp_path):
     command = [*ACCELERATE, "--cpu", "--num_processes", "2", SCRIPT, str(config)]
     ended = run(command, tmp_path)
     assert ended.returncode != 0
@@ -87,23 +84,21 @@ def test_the_simple_launcher_that_starts_one_of_two_is_refused(
 
 @pytest.mark.parametrize(("env", "strategy"), [(AS_FSDP, "fsdp2"), (AS_ZERO, "zero2")])
 def test_ranks_of_fsdp_or_deepspeed_train_that_and_never_ddp(
-    server: Server, config: Path, tmp_path: Path, env: dict[str, str], strategy: str
-) -> None:
+    server, config, tmp_path, env, strategy
+):
     assert server.run(["train", str(config)], 2, tmp_path, env) == [0, 0]
     (line,) = lines(tmp_path / "run", "start")
     assert (line["strategy"], line["world_size"]) == (strategy, 2)
 
 
-def test_torchrun_trains_the_strategy_that_is_asked_for(config: Path, tmp_path: Path) -> None:
+def test_torchrun_trains_the_strategy_that_is_asked_for(config, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     asked = "distributed.strategy=fsdp2"
     ended = run([*torchrun, "--standalone", SCRIPT, str(config), asked], tmp_path)
     trained(ended, tmp_path, world_size=2, strategy="fsdp2")
 
 
-def test_machines_that_would_wait_for_each_other_are_refused_before_they_start(
-    config: Path, tmp_path: Path
-) -> None:
+def test_machines_that_would_wait_for_each_other_are_refused_before_they_start(config, tmp_path):
     file = launch_file(tmp_path, {**TWO_MACHINES, "machine_rank": None, "num_processes": 3})
     ended = run([*LLMTRAIN, "train", str(config), "--accelerate", file], tmp_path)
     assert ended.returncode == 2
@@ -112,7 +107,7 @@ def test_machines_that_would_wait_for_each_other_are_refused_before_they_start(
 
 
 @pytest.mark.slow  # a launch for a line of the log
-def test_accelerates_own_default_config_is_named_in_the_log(config: Path, tmp_path: Path) -> None:
+def test_accelerates_own_default_config_is_named_in_the_log(config, tmp_path):
     default = tmp_path / "home" / "accelerate"
     file = launch_file(default, {"distributed_type": "NO", "num_processes": 1})
     Path(file).rename(default / "default_config.yaml")
@@ -121,7 +116,7 @@ def test_accelerates_own_default_config_is_named_in_the_log(config: Path, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def beside_another(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def beside_another(tmp_path_factory):
     """A plain launch whose port another process holds, and what nothing tells of its CPUs."""
     folder = tmp_path_factory.mktemp("beside")
     tiny(folder)
@@ -130,25 +125,19 @@ def beside_another(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         return folder, run(accelerate(folder, {**PLAIN, "main_process_port": port}), folder)
 
 
-def test_two_processes_that_nothing_tells_of_their_cpus_become_two(
-    beside_another: Ended,
-) -> None:
+def test_two_processes_that_nothing_tells_of_their_cpus_become_two(beside_another):
     folder, ended = beside_another
     trained(ended, folder, world_size=2, strategy="ddp")
 
 
-def test_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(
-    beside_another: Ended,
-) -> None:
+def test_a_run_beside_one_that_holds_its_port_gets_a_port_of_its_own(beside_another):
     folder, ended = beside_another
     trained(ended, folder, world_size=2)
     assert len(lines(folder / "run", "train")) == 2
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_a_stale_size_in_the_environment_is_named_and_nothing_hangs(
-    config: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_stale_size_in_the_environment_is_named_and_nothing_hangs(config, tmp_path, name):
     ended = run([sys.executable, SCRIPT, str(config)], tmp_path, **{name: "2"})
     assert ended.returncode == 2
     one_message(ended.stderr, tmp_path, f"unset {name}")
@@ -205,9 +194,7 @@ LAUNCHED_WRONG = {
 
 
 @pytest.mark.parametrize("how", LAUNCHED_WRONG)
-def test_a_rank_of_a_wrong_launch_ends_with_one_message(
-    server: Server, config: Path, tmp_path: Path, how: str
-) -> None:
+def test_a_rank_of_a_wrong_launch_ends_with_one_message(server, config, tmp_path, how):
     env, overrides, words = LAUNCHED_WRONG[how]
     assert server.run(["train", str(config), *overrides], 2, tmp_path, env) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, *words)
@@ -233,9 +220,7 @@ FILES_WRONG = {
 
 
 @pytest.mark.parametrize("how", FILES_WRONG)
-def test_a_file_that_starts_something_else_is_refused_with_one_message(
-    config: Path, tmp_path: Path, how: str
-) -> None:
+def test_a_file_that_starts_something_else_is_refused_with_one_message(config, tmp_path, how):
     values, overrides, words = FILES_WRONG[how]
     file = launch_file(tmp_path, values)
     ended = run([*LLMTRAIN, "train", str(config), *overrides, "--accelerate", file], tmp_path)
@@ -243,9 +228,7 @@ def test_a_file_that_starts_something_else_is_refused_with_one_message(
     one_message(ended.stderr, tmp_path, *words)
 
 
-def test_a_model_that_does_not_name_its_blocks_is_told_which_key_does(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_model_that_does_not_name_its_blocks_is_told_which_key_does(server, tmp_path):
     changes = {"distributed": {"strategy": "fsdp2"}}
     values = tiny_config(tmp_path / "run", training__steps=2) | changes
     values["model"]["config"] = {"model_type": "ctrl", "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -255,7 +238,7 @@ def test_a_model_that_does_not_name_its_blocks_is_told_which_key_does(
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "distributed.wrap_class")
 
 
-def each(server: Server, folder: Path, commands: list[list[str]]) -> list[int]:
+def each(server, folder, commands):
     """One rank with each of these commands; their exit codes."""
     port, output = free_port(), folder / "output.txt"
     ranks = [
@@ -274,21 +257,19 @@ def each(server: Server, folder: Path, commands: list[list[str]]) -> list[int]:
     ("override", "key"),
     [("optimizer.learning_rate=0.1", "optimizer.learning_rate"), ("run.seed=7", "run.seed")],
 )
-def test_ranks_with_another_config_are_named(
-    server: Server, config: Path, tmp_path: Path, override: str, key: str
-) -> None:
+def test_ranks_with_another_config_are_named(server, config, tmp_path, override, key):
     command = ["train", str(config)]
     assert each(server, tmp_path, [command, [*command, override]]) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, f"{key} on rank 1", "on rank 0")
 
 
-def test_ranks_with_other_versions_are_named(server: Server, config: Path, tmp_path: Path) -> None:
+def test_ranks_with_other_versions_are_named(server, config, tmp_path):
     arguments = ["call", "helpers.odd_ranks", "of_another_version", str(config)]
     assert server.run(arguments, 2, tmp_path) == [2, 2]
     one_message((tmp_path / "output.txt").read_text(), tmp_path, "tokenizers on rank 1 = 0.0.1")
 
 
-def test_processes_are_enough_for_a_strategy_and_need_no_file(config: Path, tmp_path: Path) -> None:
+def test_processes_are_enough_for_a_strategy_and_need_no_file(config, tmp_path):
     asked = ["distributed.strategy=zero2", "--processes", "2"]
     ended = run([*LLMTRAIN, "train", str(config), *asked], tmp_path)
     assert ended.returncode == 0, ended.stderr

@@ -1,16 +1,11 @@
 """A device whose memory runs out in a step, although the plan said that everything fits."""
 
-from pathlib import Path
-
-from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.text import size
 
 
-def test_a_full_device_is_compared_with_the_plan_and_one_change_is_named(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_full_device_is_compared_with_the_plan_and_one_change_is_named(server, tmp_path):
     path = write_config(tmp_path, tiny_config(tmp_path / "run", training__micro_batch_size=4))
     arguments = ["call", "helpers.odd_ranks", "on_a_full_device", str(path)]
     assert server.run(arguments, 1, tmp_path) == [2]

@@ -6,13 +6,11 @@ each of six forms reads two checkpoints of fp32, and each is read by two; four f
 one. All 144 pairs of either are a sweep.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import portability
 from helpers.portability import Form, Work, forms, worst
-from helpers.ranks import Server
 
 FP32 = [
     *(Form("ddp", 1), Form("fsdp2", 2), Form("zero2", 1)),
@@ -25,13 +23,13 @@ TURNS = (0, 1)  # from reader to writer: itself, and the next one
 Found = dict[str, Any]
 
 
-def sources(readers: list[Form], reader: Form, turns: tuple[int, ...]) -> tuple[str, ...]:
+def sources(readers, reader, turns):
     place = readers.index(reader)
     return tuple(readers[(place + turn) % len(readers)].name for turn in turns)
 
 
 @pytest.fixture(scope="module")
-def written(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+def written(server, tmp_path_factory):
     """A checkpoint of each form after three steps, and twenty steps that went on behind it."""
     root = tmp_path_factory.mktemp("portability")
     works = [Work(form) for form in (*FP32, *UNFUSED)] + [Work(form, steps=0) for form in BF16]
@@ -39,7 +37,7 @@ def written(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @pytest.fixture(scope="module")
-def read(server: Server, written: tuple[Path, Found]) -> Found:
+def read(server, written):
     """What each form makes of two checkpoints (bf16: of one, only written again)."""
     works = [Work(form, sources(FP32, form, TURNS)) for form in FP32]
     works += [Work(form, tuple(one.name for one in UNFUSED)) for form in UNFUSED]
@@ -47,9 +45,7 @@ def read(server: Server, written: tuple[Path, Found]) -> Found:
     return portability.run(server, written[0], works)
 
 
-def test_p_files_are_the_same_bytes_behind_load_and_save(
-    written: tuple[Path, Found], read: Found
-) -> None:
+def test_p_files_are_the_same_bytes_behind_load_and_save(written, read):
     names = [form.name for form in (*FP32, *UNFUSED, *BF16)]
     assert portability.different_files(written[1], read, names) == []
     for name in names:
@@ -61,9 +57,7 @@ def test_p_files_are_the_same_bytes_behind_load_and_save(
 
 
 @pytest.mark.parametrize("form", FP32, ids=lambda form: form.name)
-def test_p_losses_go_on_within_1e_5_over_twenty_steps(
-    written: tuple[Path, Found], read: Found, form: Form
-) -> None:
+def test_p_losses_go_on_within_1e_5_over_twenty_steps(written, read, form):
     """A load without the moments is 1.7e-2 away, one with another count of updates 7.5e-3."""
     for writer, one in read[form.name].items():
         straight = written[1][writer][writer]
@@ -73,18 +67,14 @@ def test_p_losses_go_on_within_1e_5_over_twenty_steps(
 
 
 @pytest.mark.parametrize("form", [*FP32, *UNFUSED], ids=lambda form: form.name)
-def test_p_training_is_the_same_bits_where_strategy_and_processes_stay(
-    written: tuple[Path, Found], read: Found, form: Form
-) -> None:
+def test_p_training_is_the_same_bits_where_strategy_and_processes_stay(written, read, form):
     straight, resumed = written[1][form.name][form.name], read[form.name][form.name]
     assert resumed["numbers"] == straight["numbers"]
     assert resumed["ended"] == straight["ended"]
     assert straight["ended"] != straight["saved"]
 
 
-def test_p_ddp_and_fsdp2_train_to_the_same_bits_on_two_processes(
-    written: tuple[Path, Found], read: Found
-) -> None:
+def test_p_ddp_and_fsdp2_train_to_the_same_bits_on_two_processes(written, read):
     """Clipped in every step, gradients reduced once in a step, AdamW not fused."""
     ddp, fsdp2 = (form.name for form in UNFUSED)
     straight = written[1][ddp][ddp]
@@ -95,7 +85,7 @@ def test_p_ddp_and_fsdp2_train_to_the_same_bits_on_two_processes(
 
 
 @pytest.mark.slow
-def test_p_all_144_pairs(server: Server, tmp_path: Path) -> None:
+def test_p_all_144_pairs(server, tmp_path):
     table = portability.whole(server, tmp_path)
     assert len(table) == 2 * 144
     for pair in table:

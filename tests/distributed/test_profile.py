@@ -1,17 +1,13 @@
 """Profiled steps of a run on two processes."""
 
 import json
-from pathlib import Path
 
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 from llmtrain.report.page import write_report
 
 
-def test_profiled_steps_train_the_same_and_each_rank_has_a_trace(
-    server: Server, tmp_path: Path
-) -> None:
+def test_profiled_steps_train_the_same_and_each_rank_has_a_trace(server, tmp_path):
     losses = []
     for name, steps in (("plain", None), ("profiled", [3, 4])):
         config = tiny_config(tmp_path / name, training__steps=6, logging__profile_steps=steps)

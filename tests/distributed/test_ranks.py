@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers.ranks import ROOT, Server
+from helpers.ranks import ROOT
 from helpers.talk import OPS
 
 from llmtrain.distributed.ranks import lost_peer
 
 
-def test_three_ranks_hear_the_same(server: Server, tmp_path: Path) -> None:
+def test_three_ranks_hear_the_same(server, tmp_path):
     output = tmp_path / "heard"
     codes = server.run(["call", "helpers.talk", "talk", str(output)], 3, tmp_path)
     assert codes == [0, 0, 0], (tmp_path / "output.txt").read_text()
@@ -30,7 +30,7 @@ def test_three_ranks_hear_the_same(server: Server, tmp_path: Path) -> None:
     assert heard[1]["gathered"] == heard[1]["bodies"] == []
 
 
-def test_a_lost_peer_is_known_by_what_any_collective_says(server: Server, tmp_path: Path) -> None:
+def test_a_lost_peer_is_known_by_what_any_collective_says(server, tmp_path):
     output = tmp_path / "heard"
     codes = server.run(["call", "helpers.talk", "lose", str(output)], 2, tmp_path)
     assert codes == [0, 9], (tmp_path / "output.txt").read_text()
@@ -52,7 +52,7 @@ torch.ones(1, requires_grad=True).sum().backward()
 """
 
 
-def test_the_server_of_the_ranks_has_counts_and_runs_no_backward() -> None:
+def test_the_server_of_the_ranks_has_counts_and_runs_no_backward():
     ended = subprocess.run(
         [sys.executable, "-c", COUNTED],
         cwd=ROOT / "tests",
@@ -65,7 +65,7 @@ def test_the_server_of_the_ranks_has_counts_and_runs_no_backward() -> None:
     assert "no fork has a backward after one in the process it is forked from" in ended.stderr
 
 
-def test_a_lost_peer_is_told_from_other_errors() -> None:
+def test_a_lost_peer_is_told_from_other_errors():
     assert lost_peer(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4242"))
     assert lost_peer(RuntimeError("Timed out waiting 20000ms for recv operation to complete"))
     assert lost_peer(RuntimeError("[gloo] Read error [10.0.0.2]:4242: No route to host"))

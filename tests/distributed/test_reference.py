@@ -2,12 +2,9 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import Server
 from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from safetensors import safe_open
@@ -20,7 +17,7 @@ STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
     made = tiny_config(folder / "run", training__steps=STEPS, evaluation__every_steps=10)
     made["evaluation"]["prompts"] = ["The planet"]
@@ -28,7 +25,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_dir(server: Server, config: Path) -> Path:
+def run_dir(server, config):
     folder = config.parent
     codes = server.run(["train", str(config)], 2, folder)
     assert codes == [0, 0], (folder / "output.txt").read_text()
@@ -36,7 +33,7 @@ def run_dir(server: Server, config: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(config: Path, run_dir: Path) -> tuple[list[float], list[float], Any]:
+def bare(config, run_dir):
     """Losses, norms and the model of the loop by hand, labels from `model(ids, labels=ids)`."""
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "tokenizer")
     special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
@@ -69,15 +66,13 @@ def bare(config: Path, run_dir: Path) -> tuple[list[float], list[float], Any]:
     return losses, norms, model
 
 
-def factor(step: int) -> float:
+def factor(step):
     if step <= 5:
         return step / 5
     return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / (STEPS - 5))) / 2
 
 
-def test_losses_and_norms_are_those_of_a_loop_by_hand(
-    run_dir: Path, bare: tuple[list[float], list[float], Any]
-) -> None:
+def test_losses_and_norms_are_those_of_a_loop_by_hand(run_dir, bare):
     found = lines(run_dir, "train")
     assert [line["loss"] for line in found] == pytest.approx(bare[0], abs=1e-5)
     assert [line["grad_norm"] for line in found] == pytest.approx(bare[1], rel=1e-4)
@@ -86,9 +81,7 @@ def test_losses_and_norms_are_those_of_a_loop_by_hand(
     )
 
 
-def test_held_out_bits_per_byte_are_those_of_plain_logits(
-    run_dir: Path, bare: tuple[list[float], list[float], Any]
-) -> None:
+def test_held_out_bits_per_byte_are_those_of_plain_logits(run_dir, bare):
     with safe_open(str(run_dir / "eval.safetensors"), framework="pt") as file:
         ids, scored = file.get_tensor("ids").long(), file.get_tensor("scored").bool()
         facts = json.loads(file.metadata()["heldout"])
@@ -108,16 +101,14 @@ def test_held_out_bits_per_byte_are_those_of_plain_logits(
     assert last["documents"] == facts["documents"] == 8
 
 
-def test_the_base_line_is_the_logarithm_of_the_vocabulary(run_dir: Path) -> None:
+def test_the_base_line_is_the_logarithm_of_the_vocabulary(run_dir):
     first = lines(run_dir, "eval")[0]
     assert first["step"] == 0
     assert first["loss"] == pytest.approx(math.log(2048), abs=0.1)
 
 
 @needs("tensorboard")
-def test_evaluation_samples_and_trackers_change_no_bit_of_the_training(
-    server: Server, run_dir: Path, tmp_path: Path
-) -> None:
+def test_evaluation_samples_and_trackers_change_no_bit_of_the_training(server, run_dir, tmp_path):
     made = tiny_config(tmp_path / "run", training__steps=STEPS, evaluation__every_steps=3)
     made["evaluation"]["prompts"] = ["A number", "The river", "One"]
     made["logging"] = {"every_steps": 7, "trackers": ["tensorboard"]}
@@ -130,7 +121,7 @@ def test_evaluation_samples_and_trackers_change_no_bit_of_the_training(
     assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 7, 14, 20]
 
 
-def test_the_stream_digest_audits_the_whole_run(run_dir: Path) -> None:
+def test_the_stream_digest_audits_the_whole_run(run_dir):
     import xxhash
 
     digest = 0
@@ -141,7 +132,7 @@ def test_the_stream_digest_audits_the_whole_run(run_dir: Path) -> None:
     assert json.loads(path.read_text())["data"]["stream_digest"] == f"{digest:016x}"
 
 
-def test_batch_digests_are_those_of_the_contract(config: Path, run_dir: Path) -> None:
+def test_batch_digests_are_those_of_the_contract(config, run_dir):
     import xxhash
 
     with llmtrain.open_stream(llmtrain.load_config(config)) as stream:
@@ -154,5 +145,5 @@ def test_batch_digests_are_those_of_the_contract(config: Path, run_dir: Path) ->
             assert line["batch_digest"] == f"{total % 2**64:016x}"
 
 
-def test_seeds_of_ranks_differ_from_the_seed_of_the_weights() -> None:
+def test_seeds_of_ranks_differ_from_the_seed_of_the_weights():
     assert len({mix(42, 7, rank) for rank in range(8)} | {42}) == 9

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from helpers.chats import rows_of
 from helpers.corpus import write_jsonl
-from helpers.ranks import Server
 from helpers.rings import needs
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.torch import save_file
@@ -26,7 +24,7 @@ from llmtrain.tools.watch import Watcher
 Config = dict[str, Any]
 
 
-def refused(server: Server, folder: Path, config: Config, *more: str, world_size: int = 1) -> str:
+def refused(server, folder, config, *more, world_size=1):
     """Run it; it must end with 2 on every rank. Returns what it said."""
     path = write_config(folder, config)
     (folder / "output.txt").unlink(missing_ok=True)
@@ -39,41 +37,41 @@ def refused(server: Server, folder: Path, config: Config, *more: str, world_size
     return said
 
 
-def source(path: Path | str) -> Callable[[Config, Path], None]:
-    def change(config: Config, folder: Path) -> None:
+def source(path):
+    def change(config, folder):
         config["data"]["sources"] = [{"path": str(folder / path)}]
 
     return change
 
 
-def with_file(name: str, make: Callable[[Path], object]) -> Callable[[Config, Path], None]:
-    def change(config: Config, folder: Path) -> None:
+def with_file(name, make):
+    def change(config, folder):
         make(folder / name)
         source(name)(config, folder)
 
     return change
 
 
-def put(section: str, key: str, value: Any) -> Callable[[Config, Path], None]:
-    def change(config: Config, folder: Path) -> None:
+def put(section, key, value):
+    def change(config, folder):
         config[section][key] = value
 
     return change
 
 
-def parquet(columns: dict[str, list[str]]) -> Callable[[Path], object]:
+def parquet(columns):
     return lambda path: pq.write_table(pa.table(columns), path)
 
 
-def truncated(path: Path) -> None:
+def truncated(path):
     parquet({"text": ["a word"] * 1000})(path)
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def begins_with(**files: Any) -> Callable[[Config, Path], None]:
+def begins_with(**files):
     """A directory with these JSON files and one of weights, as the model to begin with."""
 
-    def change(config: Config, folder: Path) -> None:
+    def change(config, folder):
         (folder / "weights").mkdir()
         save_file({"a": torch.zeros(2)}, folder / "weights" / "model.safetensors")
         for name, fields in files.items():
@@ -83,25 +81,23 @@ def begins_with(**files: Any) -> Callable[[Config, Path], None]:
     return change
 
 
-def model(**fields: Any) -> Callable[[Config, Path], None]:
+def model(**fields):
     return lambda config, folder: config["model"]["config"].update(fields)
 
 
-def both(
-    first: Callable[[Config, Path], None], then: Callable[[Config, Path], None]
-) -> Callable[[Config, Path], None]:
-    def change(config: Config, folder: Path) -> None:
+def both(first, then):
+    def change(config, folder):
         first(config, folder)
         then(config, folder)
 
     return change
 
 
-def lines_of(rows: list[dict[str, Any]]) -> Callable[[Path], object]:
+def lines_of(rows):
     return lambda path: write_jsonl(path, rows)
 
 
-def bad_rows() -> list[dict[str, Any]]:
+def bad_rows():
     """Conversations of which three cannot be trained on, each for another reason."""
     rows = rows_of(20)
     rows[2]["messages"][0]["role"] = "bot"
@@ -110,12 +106,10 @@ def bad_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def chat_lora(
-    rows: list[dict[str, Any]], section: str = "", **keys: Any
-) -> Callable[[Config, Path], None]:
+def chat_lora(rows, section="", **keys):
     """An adapter on a base that lacks every weight, these rows, and other keys of a section."""
 
-    def change(config: Config, folder: Path) -> None:
+    def change(config, folder):
         fields = {**config["model"]["config"], "vocab_size": 2050}
         begins_with(config=fields)(config, folder)
         with_file("chat.jsonl", lines_of(rows))(config, folder)
@@ -196,9 +190,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_bad_input_is_one_message_and_exit_code_2(
-    server: Server, tmp_path: Path, case: str
-) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(server, tmp_path, case):
     change, words = CASES[case]
     config = tiny_config(tmp_path / "run")
     if case == "one document":
@@ -209,9 +201,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
         assert word in said, said
 
 
-def test_a_field_of_the_model_is_named_beside_a_missing_tokenizer(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_field_of_the_model_is_named_beside_a_missing_tokenizer(server, tmp_path):
     config = tiny_config(tmp_path / "run", model__tokenizer="./nowhere")
     config["model"]["config"]["hidden_sizes"] = 1
     said = refused(server, tmp_path, config)
@@ -220,7 +210,7 @@ def test_a_field_of_the_model_is_named_beside_a_missing_tokenizer(
     assert "did you mean hidden_size?" in said
 
 
-def test_all_mistakes_come_at_once(server: Server, tmp_path: Path) -> None:
+def test_all_mistakes_come_at_once(server, tmp_path):
     config = tiny_config(tmp_path / "run")
     config["training"]["lerning_rate"] = 1
     config["data"]["seq_len"] = "long"
@@ -231,8 +221,8 @@ def test_all_mistakes_come_at_once(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_that_cannot_hide_documents_is_refused_where_they_must_be(
-    server: Server, tmp_path: Path, world_size: int
-) -> None:
+    server, tmp_path, world_size
+):
     config = tiny_config(tmp_path / "run", data__document_mask=True)
     config["model"]["config"] = {
         "model_type": "bloom",
@@ -247,16 +237,14 @@ def test_a_model_that_cannot_hide_documents_is_refused_where_they_must_be(
 
 
 @pytest.fixture
-def trained(server: Server, tmp_path: Path) -> tuple[Config, Path]:
+def trained(server, tmp_path):
     """A finished run of four steps: its config and directory."""
     config = tiny_config(tmp_path / "run", training__steps=4, checkpoint__every_steps=2)
     assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
     return config, tmp_path / "run"
 
 
-def test_a_directory_of_another_config_is_refused_and_left_as_it_is(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+def test_a_directory_of_another_config_is_refused_and_left_as_it_is(server, tmp_path, trained):
     config, run_dir = trained
     before, told = weights(run_dir, 4), status(run_dir)
     other = copy.deepcopy(config)
@@ -273,9 +261,7 @@ def test_a_directory_of_another_config_is_refused_and_left_as_it_is(
 @pytest.mark.parametrize(
     "more", ["training.steps=3", "checkpoint.resume=step-00000099", "data.sources.0.path=gone.txt"]
 )
-def test_a_refused_start_leaves_a_finished_run_as_it_was(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path], more: str
-) -> None:
+def test_a_refused_start_leaves_a_finished_run_as_it_was(server, tmp_path, trained, more):
     config, run_dir = trained
     told, shown = (run_dir / "status.json").read_bytes(), repr(open_run(run_dir))
     seen, record = Watcher(run_dir).look(), (run_dir / "metrics.jsonl").read_bytes()
@@ -291,9 +277,7 @@ def test_a_refused_start_leaves_a_finished_run_as_it_was(
     assert replace(Watcher(run_dir).look(), events=seen.events) == seen
 
 
-def test_the_command_of_a_finished_run_adds_nothing_to_its_time(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+def test_the_command_of_a_finished_run_adds_nothing_to_its_time(server, tmp_path, trained):
     config, run_dir = trained
     figures = verdict.figures(collect(run_dir))
     good = lines(run_dir, "end")[-1]["goodput"]
@@ -302,9 +286,7 @@ def test_the_command_of_a_finished_run_adds_nothing_to_its_time(
     assert lines(run_dir, "end")[-1]["goodput"] == pytest.approx(good, rel=0.05)
 
 
-def test_free_keys_may_change_and_more_steps_go_on(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+def test_free_keys_may_change_and_more_steps_go_on(server, tmp_path, trained):
     config, run_dir = trained
     config["training"]["steps"] = 6
     config["training"]["micro_batch_size"] = 4
@@ -315,9 +297,7 @@ def test_free_keys_may_change_and_more_steps_go_on(
 
 
 @needs("tensorboard")
-def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(server, tmp_path):
     config = tiny_config(tmp_path / "run", logging__trackers=["tensorboard"])
     path = write_config(tmp_path, config)
     (tmp_path / "run").mkdir()
@@ -328,7 +308,7 @@ def test_a_broken_file_of_trackers_ids_is_refused_on_all_ranks(
     assert "trackers then begin new runs of their own" in said
 
 
-def test_a_disk_without_room_is_refused_before_training(server: Server, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_refused_before_training(server, tmp_path):
     path = write_config(tmp_path, tiny_config(tmp_path / "run"))
     arguments = ["call", "helpers.odd_ranks", "on_a_full_disk", str(path), "1000000"]
     codes = server.run(arguments, 1, tmp_path)
@@ -339,9 +319,7 @@ def test_a_disk_without_room_is_refused_before_training(server: Server, tmp_path
     assert lines(tmp_path / "run", "train") == []
 
 
-def test_checkpoints_that_vanished_are_never_a_silent_fresh_start(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+def test_checkpoints_that_vanished_are_never_a_silent_fresh_start(server, tmp_path, trained):
     import shutil
 
     config, run_dir = trained
@@ -350,9 +328,7 @@ def test_checkpoints_that_vanished_are_never_a_silent_fresh_start(
     assert "step-00000004" in said
 
 
-def test_a_unit_that_breaks_under_way_ends_all_ranks_with_its_name(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_unit_that_breaks_under_way_ends_all_ranks_with_its_name(server, tmp_path):
     table = pa.table({"text": [f"article {i} " * 30 for i in range(400)]})
     path = tmp_path / "data.parquet"
     pq.write_table(table, path, row_group_size=50, compression="none")
@@ -376,9 +352,7 @@ def test_a_unit_that_breaks_under_way_ends_all_ranks_with_its_name(
     assert "data.parquet" in found["reason"]
 
 
-def test_after_a_refusal_the_corrected_command_runs_in_the_same_directory(
-    server: Server, tmp_path: Path
-) -> None:
+def test_after_a_refusal_the_corrected_command_runs_in_the_same_directory(server, tmp_path):
     config = tiny_config(tmp_path / "run", training__steps=2)
     config["model"]["config"]["vocab_size"] = 100
     refused(server, tmp_path, config)
@@ -388,9 +362,7 @@ def test_after_a_refusal_the_corrected_command_runs_in_the_same_directory(
     assert status(tmp_path / "run")["state"] == "finished"
 
 
-def test_a_lost_status_file_resumes_from_the_checkpoints_that_are_there(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+def test_a_lost_status_file_resumes_from_the_checkpoints_that_are_there(server, tmp_path, trained):
     config, run_dir = trained
     run_id = status(run_dir)["run_id"]
     (run_dir / "status.json").unlink()
@@ -400,9 +372,7 @@ def test_a_lost_status_file_resumes_from_the_checkpoints_that_are_there(
     assert status(run_dir)["run_id"] == run_id
 
 
-def test_fewer_steps_than_were_made_are_refused(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+def test_fewer_steps_than_were_made_are_refused(server, tmp_path, trained):
     config, _ = trained
     config["training"]["steps"] = 3
     said = refused(server, tmp_path, config)
@@ -411,17 +381,15 @@ def test_fewer_steps_than_were_made_are_refused(
 
 
 def test_a_checkpoint_of_another_config_is_refused_without_the_runs_config_file(
-    server: Server, tmp_path: Path, trained: tuple[Config, Path]
-) -> None:
+    server, tmp_path, trained
+):
     config, run_dir = trained
     (run_dir / "config.yaml").unlink()
     config["optimizer"]["learning_rate"] = 0.5
     assert "optimizer.learning_rate = 0.5" in refused(server, tmp_path, config)
 
 
-def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(server, tmp_path):
     config = tiny_config(
         tmp_path / "run",
         training__steps=30,
@@ -444,7 +412,7 @@ def test_a_model_that_diverged_is_saved_evaluated_and_ends_with_1(
     assert lines(tmp_path / "run", "train")[-1]["skipped"]
 
 
-def test_empty_documents_and_broken_bytes_are_counted(server: Server, tmp_path: Path) -> None:
+def test_empty_documents_and_broken_bytes_are_counted(server, tmp_path):
     good = [f'{{"text": "article {i} of many"}}' for i in range(300)]
     rows = [*good, '{"text": ""}', '{"text": "   "}', '{"text": null}']
     body = "\n".join(rows).encode() + b'\n{"text": "a \xff byte"}\n'

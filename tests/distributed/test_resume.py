@@ -2,16 +2,15 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.tiny import lines, tiny_config, weights, write_config
 
 from llmtrain.checkpoint import format as form
 
 
-def test_another_number_of_processes_sees_the_same_batches(server: Server, tmp_path: Path) -> None:
+def test_another_number_of_processes_sees_the_same_batches(server, tmp_path):
     config = tiny_config(tmp_path / "a" / "run", training__steps=32, checkpoint__every_steps=12)
     path = write_config(tmp_path / "a", config)
     assert server.run(["train", str(path)], 2, tmp_path / "a") == [0, 0]
@@ -36,7 +35,7 @@ def test_another_number_of_processes_sees_the_same_batches(server: Server, tmp_p
     assert (ignored["step"], ignored["detail"]) == (12, {"checkpoint": "step-00000012"})
 
 
-def add_to_state(checkpoint: Path, **fields: object) -> None:
+def add_to_state(checkpoint, **fields):
     """Rewrite `trainer_state.json` with these fields more, and its digest in the manifest."""
     file, manifest = checkpoint / "trainer_state.json", checkpoint / "manifest.json"
     body = json.dumps(json.loads(file.read_bytes()) | fields).encode()
@@ -47,9 +46,7 @@ def add_to_state(checkpoint: Path, **fields: object) -> None:
     manifest.write_bytes(form.build(parsed))
 
 
-def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(server, tmp_path):
     run_dir = tmp_path / "run"
     config = tiny_config(run_dir, training__steps=8, checkpoint__every_steps=4)
     path = write_config(tmp_path, config)
@@ -75,7 +72,7 @@ def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(
     assert weights(run_dir, 8) == expected
 
 
-def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path: Path) -> None:
+def test_weights_load_with_from_pretrained_as_they_lie(server, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,8 +92,8 @@ def test_weights_load_with_from_pretrained_as_they_lie(server: Server, tmp_path:
 
 
 def test_shares_of_sources_may_change_at_a_resume_and_the_record_says_from_which_block(
-    server: Server, tmp_path: Path
-) -> None:
+    server, tmp_path
+):
     rows = "".join(f'{{"text": "number {i} of the second source"}}\n' for i in range(500))
     (tmp_path / "second.jsonl").write_text(rows)
     run_dir = tmp_path / "run"

@@ -1,17 +1,13 @@
 """Nothing of a checkpoint is ever unpickled, on any rank, sharded or not."""
 
 import json
-from pathlib import Path
 
 import pytest
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_resumed_run_unpickles_nothing_while_it_searches_and_loads(
-    server: Server, tmp_path: Path, strategy: str
-) -> None:
+def test_a_resumed_run_unpickles_nothing_while_it_searches_and_loads(server, tmp_path, strategy):
     config = tiny_config(tmp_path / "run", training__steps=2)
     config["distributed"] = {"strategy": strategy, "timeout_minutes": 3.0}
     path = write_config(tmp_path, config)

@@ -8,10 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from helpers.ranks import ROOT, Server
+from helpers.ranks import ROOT
 from helpers.rings import needs
 from helpers.tiny import lines, status, tiny_config, write_config
 
@@ -23,13 +22,13 @@ CANARIES = {
 LOOKS_LIKE = "ghp_" + "Canary" * 6  # of no variable: known by what it looks like
 
 
-def spellings() -> list[bytes]:
+def spellings():
     texts = [*CANARIES.values(), LOOKS_LIKE]
     shown = [*texts, *(json.dumps(text)[1:-1] for text in texts), *(repr(t)[1:-1] for t in texts)]
     return [text.encode() for text in shown]
 
 
-def assert_nowhere(*places: Path) -> None:
+def assert_nowhere(*places):
     files = [p for place in places for p in (place.rglob("*") if place.is_dir() else [place])]
     files = [path for path in files if path.is_file()]
     assert files
@@ -41,8 +40,8 @@ def assert_nowhere(*places: Path) -> None:
 @needs("tensorboard")
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_no_canary_stands_in_a_run_that_repeats_it_in_logs_errors_and_metrics(
-    server: Server, tmp_path: Path, rank: str
-) -> None:
+    server, tmp_path, rank
+):
     run_dir = tmp_path / "run"
     config = tiny_config(run_dir, training__steps=6, checkpoint__every_steps=2)
     config["logging"]["trackers"] = ["tensorboard"]
@@ -65,7 +64,7 @@ def test_no_canary_stands_in_a_run_that_repeats_it_in_logs_errors_and_metrics(
     assert repeated[0]["detail"]["nested"] == {"inner": ["look at ***, ***, *** and ***"]}
 
 
-def test_no_canary_is_told_by_a_launcher(tmp_path: Path) -> None:
+def test_no_canary_is_told_by_a_launcher(tmp_path):
     """The marks of a real launch, where rank 0's last words are its parent's."""
     config = tiny_config(tmp_path / "run", training__steps=2)
     config["data"]["sources"] = [{"path": str(tmp_path / CANARIES["WANDB_API_KEY"])}]

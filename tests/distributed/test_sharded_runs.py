@@ -1,14 +1,10 @@
 """Whole runs of a sharded model, which rank 0 alone builds: killed, and begun from weights."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 
-def config(run_dir: Path, strategy: str, **changes: Any) -> dict[str, Any]:
+def config(run_dir, strategy, **changes):
     made = tiny_config(
         run_dir,
         training__steps=6,
@@ -22,14 +18,14 @@ def config(run_dir: Path, strategy: str, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def train(server: Server, folder: Path, made: dict[str, Any]) -> None:
+def train(server, folder, made):
     path = write_config(folder, made)
     assert server.run(["train", str(path)], 2, folder) == [0, 0], (
         folder / "output.txt"
     ).read_text()
 
 
-def test_a_sharded_run_begins_with_the_weights_it_is_given(server: Server, tmp_path: Path) -> None:
+def test_a_sharded_run_begins_with_the_weights_it_is_given(server, tmp_path):
     train(server, tmp_path / "base", config(tmp_path / "base" / "run", "ddp"))
     base = tmp_path / "base" / "run" / "checkpoints" / "step-00000006"
     found = {}
@@ -46,9 +42,7 @@ def test_a_sharded_run_begins_with_the_weights_it_is_given(server: Server, tmp_p
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(
-    server: Server, tmp_path: Path, strategy: str
-) -> None:
+def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(server, tmp_path, strategy):
     """Each forward waits for all ranks; alone, rank 1 would have gone on to train."""
     made = config(tmp_path / "run", strategy, evaluation__prompts=["The planet"])
     made["distributed"]["timeout_minutes"] = 0.2

@@ -4,12 +4,10 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers import sharded, uneven
-from helpers.ranks import Server
 from helpers.rings import diagonal
 from helpers.sharded import Job
 from helpers.sharded_models import build
@@ -29,7 +27,7 @@ LAYOUTS = [
 ]
 
 
-def train(server: Server, folder: Path, world_size: int, job: Job, **env: str) -> dict[str, Any]:
+def train(server, folder, world_size, job, **env):
     output = folder / "result.json"
     if job.strategy == "hsdp":
         env = TWO_NODES | env
@@ -40,12 +38,12 @@ def train(server: Server, folder: Path, world_size: int, job: Job, **env: str) -
 
 
 @cache
-def plain(job: Job) -> dict[str, Any]:
+def plain(job):
     same_for_all = replace(job, strategy="ddp", sync="every", micro=8, checkpointing="none")
     return sharded.reference(same_for_all)
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def same(found, expected):
     """Losses within 1e-5, norms within a relative 1e-5, weights after all updates."""
     assert len(found["numbers"]) == len(expected["numbers"])
     for one, other in zip(found["numbers"], expected["numbers"], strict=True):
@@ -59,9 +57,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "job"), LAYOUTS)
-def test_uneven_masks_train_as_in_plain_pytorch(
-    server: Server, tmp_path: Path, world_size: int, job: Job
-) -> None:
+def test_uneven_masks_train_as_in_plain_pytorch(server, tmp_path, world_size, job):
     same(train(server, tmp_path, world_size, job), plain(job))
 
 
@@ -70,17 +66,15 @@ def test_uneven_masks_train_as_in_plain_pytorch(
     ("strategy", "sync"), [("ddp", "every"), ("fsdp2", "every"), ("fsdp2", "last")]
 )
 def test_the_loss_in_chunks_trains_as_the_logits_of_plain_pytorch(
-    server: Server, tmp_path: Path, strategy: str, sync: str, kind: str
-) -> None:
+    server, tmp_path, strategy, sync, kind
+):
     job = Job(strategy, kind, micro=1, sync=sync)  # three micro-batches without synchronisation
     assert with_loss(build(kind)).head == Head()
     same(train(server, tmp_path, 2, job), plain(job))
 
 
 @pytest.mark.parametrize(("micro", "sync"), diagonal([4, 2, 1], ["every", "last"], beside="slow"))
-def test_accumulation_changes_nothing(
-    server: Server, tmp_path: Path, micro: int, sync: str
-) -> None:
+def test_accumulation_changes_nothing(server, tmp_path, micro, sync):
     job = Job("fsdp2", micro=micro, sync=sync, steps=20)
     found = train(server, tmp_path, 2, job)
     same(found, plain(job))
@@ -92,9 +86,7 @@ def test_accumulation_changes_nothing(
 @pytest.mark.parametrize(
     ("checkpointing", "layout"), diagonal(["selective", "full"], SHARDED, beside="slow")
 )
-def test_blocks_that_are_computed_again_change_nothing(
-    server: Server, tmp_path: Path, checkpointing: str, layout: tuple[int, str]
-) -> None:
+def test_blocks_that_are_computed_again_change_nothing(server, tmp_path, checkpointing, layout):
     world_size, strategy = layout
     job = Job(strategy, micro=1, steps=20, checkpointing=checkpointing)
     found = train(server, tmp_path, world_size, job)
@@ -102,9 +94,7 @@ def test_blocks_that_are_computed_again_change_nothing(
     assert found["passes"] == 2 * 20 * uneven.ROWS // world_size  # each micro-batch's, and again
 
 
-def test_hidden_documents_are_checked_and_trained_under_fsdp2(
-    server: Server, tmp_path: Path
-) -> None:
+def test_hidden_documents_are_checked_and_trained_under_fsdp2(server, tmp_path):
     job = Job("fsdp2", micro=2, steps=uneven.STEPS, hiding=True)
     found = train(server, tmp_path, 2, job)
     numbers, _ = uneven.reference(hiding=True)
@@ -114,9 +104,7 @@ def test_hidden_documents_are_checked_and_trained_under_fsdp2(
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
-def test_the_norm_is_that_of_all_shards_and_ddps(
-    server: Server, tmp_path: Path, world_size: int, strategy: str
-) -> None:
+def test_the_norm_is_that_of_all_shards_and_ddps(server, tmp_path, world_size, strategy):
     job = Job(strategy, micro=2)
     found = train(server, tmp_path, world_size, job)
     ddp = train(server, tmp_path, world_size, replace(job, strategy="ddp"))
@@ -125,7 +113,7 @@ def test_the_norm_is_that_of_all_shards_and_ddps(
         assert one["norm"] == pytest.approx(other["norm"], rel=1e-6)
 
 
-def test_shards_on_different_meshes_are_counted_and_clipped(server: Server, tmp_path: Path) -> None:
+def test_shards_on_different_meshes_are_counted_and_clipped(server, tmp_path):
     output = tmp_path / "result.json"
     arguments = ["call", "helpers.reducing", "meshes", str(output)]
     assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
@@ -136,9 +124,7 @@ def test_shards_on_different_meshes_are_counted_and_clipped(server: Server, tmp_
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
-def test_tied_embeddings_stay_tied_and_are_saved_once(
-    server: Server, tmp_path: Path, world_size: int, strategy: str
-) -> None:
+def test_tied_embeddings_stay_tied_and_are_saved_once(server, tmp_path, world_size, strategy):
     job = Job(strategy, micro=2, save=str(tmp_path / "saved"))
     found = train(server, tmp_path, world_size, job)
     same(found, plain(replace(job, save="")))
@@ -148,7 +134,7 @@ def test_tied_embeddings_stay_tied_and_are_saved_once(
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
 
 
-def test_every_trainable_parameter_moves(server: Server, tmp_path: Path) -> None:
+def test_every_trainable_parameter_moves(server, tmp_path):
     job = Job("fsdp2", "untied", micro=2, steps=1)
     found = train(server, tmp_path, 2, job)
     before = build("untied")
@@ -158,9 +144,7 @@ def test_every_trainable_parameter_moves(server: Server, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_masters_are_fp32_for_a_checkpoint_of_mixed_dtypes(
-    server: Server, tmp_path: Path, precision: str
-) -> None:
+def test_masters_are_fp32_for_a_checkpoint_of_mixed_dtypes(server, tmp_path, precision):
     model = build("untied").to(torch.bfloat16)
     model.model.norm.to(torch.float32)
     model.save_pretrained(tmp_path / "base")
@@ -172,9 +156,7 @@ def test_masters_are_fp32_for_a_checkpoint_of_mixed_dtypes(
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
-def test_bf16_computes_in_bf16_and_reduces_in_fp32(
-    server: Server, tmp_path: Path, world_size: int, strategy: str
-) -> None:
+def test_bf16_computes_in_bf16_and_reduces_in_fp32(server, tmp_path, world_size, strategy):
     job = Job(strategy, micro=2, precision="bf16", evaluate=True)  # which asserts that loss is fp32
     found = train(server, tmp_path, world_size, job)
     counted = sharded.counted(found)
@@ -193,8 +175,8 @@ def test_bf16_computes_in_bf16_and_reduces_in_fp32(
     ("sync", "precision"), diagonal(["every", "last"], ["fp32", "bf16"], beside="slow")
 )
 def test_parameters_unused_in_some_micro_batch_or_on_some_rank_train_as_in_plain_pytorch(
-    server: Server, tmp_path: Path, sync: str, precision: str
-) -> None:
+    server, tmp_path, sync, precision
+):
     job = Job("fsdp2", "rare", micro=1, sync=sync, precision=precision)
     found = train(server, tmp_path, 2, job)
     if precision == "fp32":
@@ -207,9 +189,7 @@ def test_parameters_unused_in_some_micro_batch_or_on_some_rank_train_as_in_plain
 @pytest.mark.parametrize(
     ("sync", "kind"), diagonal(["every", "last"], ["tied", "rare"], beside="slow")
 )
-def test_replicas_of_hsdp_reduce_once_a_step(
-    server: Server, tmp_path: Path, sync: str, kind: str
-) -> None:
+def test_replicas_of_hsdp_reduce_once_a_step(server, tmp_path, sync, kind):
     job = Job("hsdp", kind, micro=1, sync=sync)
     found = train(server, tmp_path, 4, job)
     same(found, plain(job))
@@ -219,7 +199,7 @@ def test_replicas_of_hsdp_reduce_once_a_step(
     assert counted["_reduce_scatter_base_", "torch.float32", 2] == units * accumulation
 
 
-def test_the_launchs_own_mesh_is_taken(server: Server, tmp_path: Path) -> None:
+def test_the_launchs_own_mesh_is_taken(server, tmp_path):
     mesh = {"DP_REPLICATE": "2", "DP_SHARD": "2"}
     env = {f"PARALLELISM_CONFIG_{key}_SIZE": size for key, size in mesh.items()}
     env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "LOCAL_WORLD_SIZE": "4"}
@@ -230,9 +210,7 @@ def test_the_launchs_own_mesh_is_taken(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "fsdp2"), (2, "fsdp2"), (4, "hsdp")])
-def test_parameter_names_are_those_of_the_model(
-    server: Server, tmp_path: Path, world_size: int, strategy: str
-) -> None:
+def test_parameter_names_are_those_of_the_model(server, tmp_path, world_size, strategy):
     job = Job(strategy, "untied", micro=2, steps=1, save=str(tmp_path / "saved"))
     found = train(server, tmp_path, world_size, job)
     names = [name for name, _ in build("untied").named_parameters()]
@@ -256,9 +234,7 @@ def test_parameter_names_are_those_of_the_model(
     ],
     ids=["tied", "frozen", "odd shapes", "persistent buffers", "hsdp"],
 )
-def test_what_rank_0_alone_has_built_is_what_all_ranks_train(
-    server: Server, tmp_path: Path, world_size: int, job: Job
-) -> None:
+def test_what_rank_0_alone_has_built_is_what_all_ranks_train(server, tmp_path, world_size, job):
     job = replace(job, micro=2, evaluate=not job.hiding, save=str(tmp_path / "saved"))
     each = train(server, tmp_path, world_size, job)
     files = bytes_of(tmp_path / "saved")
@@ -267,9 +243,7 @@ def test_what_rank_0_alone_has_built_is_what_all_ranks_train(
     assert bytes_of(tmp_path / "one") == files
 
 
-def test_a_launch_that_asks_for_efficient_loading_loses_no_persistent_buffer(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_launch_that_asks_for_efficient_loading_loses_no_persistent_buffer(server, tmp_path):
     asked = {"VERSION": "2", "CPU_RAM_EFFICIENT_LOADING": "true", "SYNC_MODULE_STATES": "true"}
     asked |= {"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "MIN_NUM_PARAMS": "3"}
     env = {f"FSDP_{key}": value for key, value in asked.items()} | {"ACCELERATE_USE_FSDP": "true"}
@@ -283,9 +257,7 @@ def test_a_launch_that_asks_for_efficient_loading_loses_no_persistent_buffer(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp"])
-def test_odd_shapes_and_fewer_rows_than_ranks_train_as_in_plain_pytorch(
-    server: Server, tmp_path: Path, strategy: str
-) -> None:
+def test_odd_shapes_and_fewer_rows_than_ranks_train_as_in_plain_pytorch(server, tmp_path, strategy):
     job = Job(strategy, "odd", micro=2, steps=20)
     assert min(p.shape[0] for p in build("odd").parameters()) < 4
     same(train(server, tmp_path, 4, job), plain(job))
@@ -296,8 +268,8 @@ def test_odd_shapes_and_fewer_rows_than_ranks_train_as_in_plain_pytorch(
     diagonal(["tied", "untied"], [(1, "ddp"), (2, "ddp"), *SHARDED], beside="slow"),
 )
 def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
-    server: Server, tmp_path: Path, kind: str, layout: tuple[int, str]
-) -> None:
+    server, tmp_path, kind, layout
+):
     world_size, strategy = layout
     frozen = ("model.layers.0.", *(["model.embed"] if kind == "untied" else []))
     job = Job(strategy, kind, micro=2, steps=20, frozen=frozen)
@@ -313,8 +285,8 @@ def test_frozen_parameters_have_no_gradient_no_state_and_do_not_move(
 
 @pytest.mark.parametrize("kind", ["tied", "odd", "rare"])
 def test_files_and_what_is_computed_from_them_are_the_same_under_every_strategy(
-    server: Server, tmp_path: Path, kind: str
-) -> None:
+    server, tmp_path, kind
+):
     frozen = ("model.layers.0.self_attn",) if kind == "tied" else ()
     first = Job("ddp", kind, micro=2, frozen=frozen, evaluate=True, save=str(tmp_path / "0"))
     wanted = train(server, tmp_path, 2, first)
@@ -328,11 +300,11 @@ def test_files_and_what_is_computed_from_them_are_the_same_under_every_strategy(
         assert bytes_of(Path(there)) == bytes_of(tmp_path / "0"), (world_size, strategy)
 
 
-def bytes_of(root: Path) -> dict[str, bytes]:
+def bytes_of(root):
     return {f.name: f.read_bytes() for f in (root / "step-00000004").glob("*.safetensors")}
 
 
-def test_transformers_loads_what_four_shards_wrote(server: Server, tmp_path: Path) -> None:
+def test_transformers_loads_what_four_shards_wrote(server, tmp_path):
     job = Job("fsdp2", micro=2, steps=1, save=str(tmp_path / "saved"))
     found = train(server, tmp_path, 4, job)
     directory = tmp_path / "saved" / "step-00000004"
@@ -346,8 +318,8 @@ def test_transformers_loads_what_four_shards_wrote(server: Server, tmp_path: Pat
 
 @pytest.mark.parametrize("micro", [4, 2, 1])
 def test_ddp_reduces_four_bytes_a_trained_parameter_whatever_the_accumulation(
-    server: Server, tmp_path: Path, micro: int
-) -> None:
+    server, tmp_path, micro
+):
     output = tmp_path / "result.json"
     arguments = ["call", "helpers.reducing", "reduced", str(output), str(micro)]
     assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
@@ -356,9 +328,7 @@ def test_ddp_reduces_four_bytes_a_trained_parameter_whatever_the_accumulation(
 
 
 @pytest.mark.parametrize(("cap", "reductions"), [(1, 8), (3, 3)])
-def test_ddp_reduces_in_buckets_of_the_size_that_is_asked_for(
-    server: Server, tmp_path: Path, cap: int, reductions: int
-) -> None:
+def test_ddp_reduces_in_buckets_of_the_size_that_is_asked_for(server, tmp_path, cap, reductions):
     output = tmp_path / "result.json"
     arguments = ["call", "helpers.reducing", "buckets", str(output), str(cap)]
     assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
@@ -375,8 +345,6 @@ def test_ddp_reduces_in_buckets_of_the_size_that_is_asked_for(
     ],
     ids=["a mesh of one replica", "an unknown class to wrap"],
 )
-def test_what_cannot_be_sharded_is_refused_by_name(
-    server: Server, tmp_path: Path, job: Job, said: str
-) -> None:
+def test_what_cannot_be_sharded_is_refused_by_name(server, tmp_path, job, said):
     found = train(server, tmp_path, 2, job, LOCAL_WORLD_SIZE="2")
     assert said in found["refused"]

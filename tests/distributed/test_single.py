@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import transformers
 from helpers import chats, corpus
 from helpers.bases import small_fields
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, weights, write_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,7 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
 HIDES = {"falcon"} if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else set()
 
 
-def config_of(folder: Path, kind: str, **changes: Any) -> Path:
+def config_of(folder, kind, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     path = corpus.write_jsonl(folder / "chat.jsonl", chats.rows_of(40))
     asked = {"training__steps": STEPS, "evaluation__every_steps": STEPS}
@@ -99,7 +97,7 @@ def config_of(folder: Path, kind: str, **changes: Any) -> Path:
     return write_config(folder, config)
 
 
-def by_hand(path: Path, run_dir: Path) -> list[float]:
+def by_hand(path, run_dir):
     """The losses of a loop that shows the model each conversation alone, without padding."""
     config = AutoConfig.from_pretrained(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     torch.manual_seed(42)
@@ -132,7 +130,7 @@ def by_hand(path: Path, run_dir: Path) -> list[float]:
     return losses
 
 
-def factor(step: int) -> float:
+def factor(step):
     if step <= 5:
         return step / 5
     return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / (STEPS - 5))) / 2
@@ -145,14 +143,12 @@ SOME = [
 ]
 
 
-def run(server: Server, path: Path, processes: int, faults: str = "") -> list[int]:
+def run(server, path, processes, faults=""):
     return server.run(["train", str(path)], processes, path.parent, {"LLMTRAIN_FAULTS": faults})
 
 
 @pytest.mark.parametrize("kind", SOME)
-def test_a_run_is_a_loop_that_shows_each_conversation_alone(
-    server: Server, tmp_path: Path, kind: str
-) -> None:
+def test_a_run_is_a_loop_that_shows_each_conversation_alone(server, tmp_path, kind):
     path = config_of(tmp_path / "one", kind, checkpoint__every_steps=STEPS // 2)
     run_dir = path.parent / "run"
     assert run(server, path, 1) == [0], (path.parent / "output.txt").read_text()

@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
-from helpers.ranks import ROOT, Server, until
+from helpers.ranks import ROOT, until
 from helpers.slurm import NODES, STALE, Slurm
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
@@ -19,11 +18,11 @@ STEPS = 200
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Slurm:
+def slurm(tmp_path):
     return Slurm(tmp_path / "slurm")
 
 
-def written(folder: Path, **changes: object) -> Path:
+def written(folder, **changes):
     config = tiny_config(
         folder / "run",
         training__steps=STEPS,
@@ -35,11 +34,11 @@ def written(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "node.sh"])
-def test_the_scripts_are_bash(name: str) -> None:
+def test_the_scripts_are_bash(name):
     subprocess.run(["bash", "-n", str(SLURM / name)], check=True)
 
 
-def on_cpus(folder: Path) -> Path:
+def on_cpus(folder):
     """The launch file that the script takes by itself, for machines without GPUs."""
     text = (ROOT / "accelerate_configs" / "ddp_multinode.yaml").read_text()
     text = text.replace("use_cpu: false", "use_cpu: true").replace("bf16 ", "'no' ", 1)
@@ -48,7 +47,7 @@ def on_cpus(folder: Path) -> Path:
     return path
 
 
-def rank_of_node_1(job: int) -> int:
+def rank_of_node_1(job):
     """The process number of rank 1."""
     for process in psutil.Process(job).children(recursive=True):
         trains = "scripts/train.py" in process.cmdline()  # its data workers have its environment
@@ -59,8 +58,8 @@ def rank_of_node_1(job: int) -> int:
 
 @pytest.mark.slow  # each half by itself: test_two_nodes, test_stops
 def test_a_killed_rank_and_the_time_limit_end_in_the_bits_of_a_straight_run(
-    server: Server, slurm: Slurm, tmp_path: Path
-) -> None:
+    server, slurm, tmp_path
+):
     """The launchers restart after the kill (--max_restarts); the job is requeued at its limit."""
     straight = written(tmp_path / "straight")
     assert server.run(["train", str(straight)], 2, tmp_path / "straight") == [0, 0]
@@ -100,12 +99,12 @@ def test_a_killed_rank_and_the_time_limit_end_in_the_bits_of_a_straight_run(
     assert list(logs.glob("node-1/*/attempt_[1-3]/*/stdout.log"))
 
 
-def said(slurm: Slurm, run_dir: Path) -> str:
+def said(slurm, run_dir):
     logs = sorted((run_dir / "logs").rglob("node-*.log"))
     return "\n".join(path.read_text() for path in [slurm.output, *logs])
 
 
-def leaving(status: dict[str, object]) -> str:
+def leaving(status):
     """An `srun` whose run leaves this behind."""
     text = json.dumps({"step": 7, "checkpoint": None, "reason": None, **status})
     return f"""echo '{text}' >"$FAKE/../run/status.json"\nexit 1\n"""
@@ -124,16 +123,14 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", list(ENDS))
-def test_what_the_run_says_decides_and_not_the_code_of_srun(
-    slurm: Slurm, tmp_path: Path, case: str
-) -> None:
+def test_what_the_run_says_decides_and_not_the_code_of_srun(slurm, tmp_path, case):
     left, code, again = ENDS[case]
     slurm.program("srun", leaving(left))
     assert slurm.sbatch([str(written(tmp_path))]).wait() == code, slurm.output.read_text()
     assert slurm.requeued == ([str(slurm.number)] if again else [])
 
 
-def test_a_status_of_an_earlier_start_is_no_answer(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_status_of_an_earlier_start_is_no_answer(slurm, tmp_path):
     path = written(tmp_path)
     (tmp_path / "run").mkdir()
     earlier = {"state": "failed", "exit_code": 75, "checkpoint": None, "step": 3, "reason": ""}
@@ -144,7 +141,7 @@ def test_a_status_of_an_earlier_start_is_no_answer(slurm: Slurm, tmp_path: Path)
     assert slurm.requeued == []
 
 
-def marking(rank: int, code: int, reason: str) -> str:
+def marking(rank, code, reason):
     """An `srun` in which a rank leaves its mark, as `llmtrain.rundir.failures` writes it."""
     program = (
         "import sys; from pathlib import Path; from llmtrain.rundir import failures; "
@@ -157,8 +154,8 @@ def marking(rank: int, code: int, reason: str) -> str:
     ("code", "expected", "again"), [(2, 2, False), (74, 74, False), (1, 1, False), (75, 75, True)]
 )
 def test_where_rank_0_died_without_a_word_another_rank_may_know_why(
-    slurm: Slurm, tmp_path: Path, code: int, expected: int, again: bool
-) -> None:
+    slurm, tmp_path, code, expected, again
+):
     slurm.program(
         "srun", marking(3, code, "why") + leaving({"state": "running", "exit_code": None})
     )
@@ -167,7 +164,7 @@ def test_where_rank_0_died_without_a_word_another_rank_may_know_why(
     assert ("rank 3: why" in slurm.output.read_text()) != again
 
 
-def test_a_mark_of_an_earlier_start_explains_nothing(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_mark_of_an_earlier_start_explains_nothing(slurm, tmp_path):
     path = written(tmp_path)
     (tmp_path / "run").mkdir()
     failures.write(tmp_path / "run", 3, 2, "an old config")
@@ -176,19 +173,17 @@ def test_a_mark_of_an_earlier_start_explains_nothing(slurm: Slurm, tmp_path: Pat
     assert slurm.requeued == [str(slurm.number)]
 
 
-def test_a_rank_that_refused_before_rank_0_began_is_heard(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_rank_that_refused_before_rank_0_began_is_heard(slurm, tmp_path):
     slurm.program("srun", marking(1, 2, "no such file") + "exit 1\n")
     assert slurm.sbatch([str(written(tmp_path))]).wait() == 2
     assert "rank 1: no such file" in slurm.output.read_text()
 
 
-def test_without_a_new_checkpoint_a_job_is_requeued_three_times(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_without_a_new_checkpoint_a_job_is_requeued_three_times(slurm, tmp_path):
     path = written(tmp_path)
     failed = {"state": "failed", "exit_code": 75, "reason": "a peer is gone"}
 
-    def start(checkpoint: str) -> int:
+    def start(checkpoint):
         slurm.program("srun", leaving({**failed, "checkpoint": checkpoint}))
         slurm.sbatch([str(path)]).wait()
         return len(slurm.requeued)
@@ -199,18 +194,14 @@ def test_without_a_new_checkpoint_a_job_is_requeued_three_times(
 
 
 @pytest.mark.parametrize("body", ["exit 1\n", "exit 0\n"], ids=["fails", "says nothing"])
-def test_without_the_names_of_the_nodes_nothing_is_started(
-    slurm: Slurm, tmp_path: Path, body: str
-) -> None:
+def test_without_the_names_of_the_nodes_nothing_is_started(slurm, tmp_path, body):
     slurm.program("scontrol", body)
     assert slurm.sbatch([str(written(tmp_path))]).wait() == 1
     assert slurm.started == []
     assert "scontrol" in slurm.output.read_text()
 
 
-def test_a_wrong_config_ends_the_job_before_anything_is_started(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_wrong_config_ends_the_job_before_anything_is_started(slurm, tmp_path):
     path = written(tmp_path, training__lerning_rate=1)
     assert slurm.sbatch([str(path)]).wait() == 2
     assert "training.lerning_rate" in slurm.output.read_text()
@@ -218,7 +209,7 @@ def test_a_wrong_config_ends_the_job_before_anything_is_started(
     assert slurm.requeued == []
 
 
-def test_every_node_is_given_the_name_of_the_first(slurm: Slurm, tmp_path: Path) -> None:
+def test_every_node_is_given_the_name_of_the_first(slurm, tmp_path):
     slurm.program("srun", 'echo "$*" >>"$FAKE/started"\n')
     slurm.sbatch([str(written(tmp_path)), "run.seed=7"]).wait()
     (started,) = slurm.started
@@ -229,9 +220,7 @@ def test_every_node_is_given_the_name_of_the_first(slurm: Slurm, tmp_path: Path)
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
-def test_a_launcher_is_told_where_all_meet_and_nothing_of_other_launchers(
-    tmp_path: Path, nodes: int
-) -> None:
+def test_a_launcher_is_told_where_all_meet_and_nothing_of_other_launchers(tmp_path, nodes):
     python = tmp_path / "python"
     python.write_text('#!/usr/bin/env bash\necho "$*"\nenv\n')
     python.chmod(0o755)

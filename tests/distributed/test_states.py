@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 from helpers import counted
-from helpers.ranks import Server
 
-from llmtrain.distributed.plan.memory import Hardware, States, model_states, persistent_bytes
-from llmtrain.types import ModelShape
+from llmtrain.distributed.plan.memory import Hardware, model_states, persistent_bytes
 
 
-def count(
-    server: Server, folder: Path, strategy: str, precision: str, kind: str, nodes: int = 1
-) -> list[counted.Counted]:
+def count(server, folder, strategy, precision, kind, nodes=1):
     """Of every rank, two a node."""
     output, world_size = folder / "counted.json", 2 * nodes
     arguments = ["call", "helpers.counted", "count", str(output), strategy, precision, kind]
@@ -24,7 +20,7 @@ def count(
     return [counted.Counted(**one) for one in found]
 
 
-def planned(shape: ModelShape, strategy: str, precision: str, nodes: int = 1) -> States:
+def planned(shape, strategy, precision, nodes=1):
     return model_states(shape, strategy, precision, Hardware(2**30, None, 2, nodes, cpu=True))
 
 
@@ -40,8 +36,8 @@ def planned(shape: ModelShape, strategy: str, precision: str, nodes: int = 1) ->
     ],
 )
 def test_states_of_the_plan_are_those_of_the_fullest_rank(
-    server: Server, tmp_path: Path, strategy: str, precision: str, kind: str, nodes: int
-) -> None:
+    server, tmp_path, strategy, precision, kind, nodes
+):
     each = count(server, tmp_path, strategy, precision, kind, nodes)
     found = max(each, key=lambda one: one.total)
     expected = planned(counted.model_shape(kind), strategy, precision, nodes)
@@ -62,8 +58,8 @@ def test_states_of_the_plan_are_those_of_the_fullest_rank(
     ],
 )
 def test_states_of_zero_are_those_of_the_fullest_of_two_ranks(
-    server: Server, tmp_path: Path, strategy: str, precision: str, kind: str
-) -> None:
+    server, tmp_path, strategy, precision, kind
+):
     """All together: DeepSpeed's optimizer holds gradients and masters in places of its own."""
     found = count(server, tmp_path, strategy, precision, kind)
     shape = counted.model_shape(kind)

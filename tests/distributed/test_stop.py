@@ -6,17 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.ranks import ROOT, Ranks, Server, until
+from helpers.ranks import ROOT, until
 from helpers.tiny import lines, status, tiny_config, write_config
 
 STEPS = 100_000  # never reached
 
 
-def endless(folder: Path) -> tuple[Path, Path]:
+def endless(folder):
     """A run that goes on until it is stopped: (config, run directory)."""
     config = tiny_config(
         folder / "run", training__steps=STEPS, training__global_batch_size=8, logging__every_steps=5
@@ -24,11 +23,11 @@ def endless(folder: Path) -> tuple[Path, Path]:
     return write_config(folder, config), folder / "run"
 
 
-def some_steps(run_dir: Path) -> Callable[[], bool]:
+def some_steps(run_dir):
     return lambda: bool(lines(run_dir, "train")) and lines(run_dir, "train")[-1]["step"] >= 5
 
 
-def stopped_cleanly(run_dir: Path, reason: str) -> None:
+def stopped_cleanly(run_dir, reason):
     found = status(run_dir)
     assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", 0, reason)
     step = found["step"]
@@ -50,9 +49,7 @@ def stopped_cleanly(run_dir: Path, reason: str) -> None:
     ],
     ids=["USR1 to rank 1", "TERM to all", "INT to rank 0", "STOP file"],
 )
-def test_one_request_stops_all_ranks(
-    server: Server, tmp_path: Path, ask: Callable[[Ranks, Path], object], reason: str
-) -> None:
+def test_one_request_stops_all_ranks(server, tmp_path, ask, reason):
     path, run_dir = endless(tmp_path)
     ranks = server.start(["train", str(path)], 2, tmp_path)
     until(some_steps(run_dir), "some steps")
@@ -62,9 +59,7 @@ def test_one_request_stops_all_ranks(
     assert not (run_dir / "STOP").exists()
 
 
-def test_a_stop_file_left_over_stops_the_next_start_before_its_first_step(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_stop_file_left_over_stops_the_next_start_before_its_first_step(server, tmp_path):
     path, run_dir = endless(tmp_path)
     run_dir.mkdir()
     (run_dir / "STOP").touch()
@@ -74,9 +69,7 @@ def test_a_stop_file_left_over_stops_the_next_start_before_its_first_step(
     assert lines(run_dir, "train") == []
 
 
-def test_a_stop_while_the_run_is_still_opening_saves_nothing_and_exits_with_0(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_stop_while_the_run_is_still_opening_saves_nothing_and_exits_with_0(server, tmp_path):
     config = tiny_config(tmp_path / "run", training__steps=STEPS)
     config["model"]["tokenizer"] = {"train": 1500}  # takes a while
     path = write_config(tmp_path, config)
@@ -90,7 +83,7 @@ def test_a_stop_while_the_run_is_still_opening_saves_nothing_and_exits_with_0(
     assert lines(tmp_path / "run", "start") == []
 
 
-def launch(path: Path, folder: Path) -> subprocess.Popen[bytes]:
+def launch(path, folder):
     """`accelerate launch` with two CPU processes, as the README writes it."""
     config_file = ROOT / "accelerate_configs" / "cpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
@@ -105,12 +98,12 @@ def launch(path: Path, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def rank_pids(parent: int) -> list[int]:
+def rank_pids(parent):
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     return [int(pid) for pid in children]
 
 
-def gone(pids: list[int]) -> Callable[[], bool]:
+def gone(pids):
     return lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -123,8 +116,8 @@ def gone(pids: list[int]) -> Callable[[], bool]:
     ],
 )
 def test_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orphan(
-    tmp_path: Path, number: int, reason: str
-) -> None:
+    tmp_path, number, reason
+):
     path, run_dir = endless(tmp_path)
     launcher = launch(path, tmp_path)
     until(some_steps(run_dir), "some steps")
@@ -137,7 +130,7 @@ def test_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orph
 
 
 @pytest.mark.slow
-def test_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Path) -> None:
+def test_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path):
     path, run_dir = endless(tmp_path)
     launcher = launch(path, tmp_path)
     until(some_steps(run_dir), "some steps")
@@ -150,9 +143,7 @@ def test_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path: Pa
 
 @pytest.mark.slow  # every other run that ends asks for its code
 @pytest.mark.deeper
-def test_runs_that_start_and_end_exit_with_0_every_time(
-    server: Server, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_runs_that_start_and_end_exit_with_0_every_time(server, tmp_path, request):
     """A hundred in `make test-slow`: one in forty aborted where the interpreter was finalised."""
     cycles = 100 if "deeper" in request.config.getoption("markexpr") else 5
     for cycle in range(cycles):
@@ -165,7 +156,7 @@ def test_runs_that_start_and_end_exit_with_0_every_time(
 
 
 @pytest.mark.slow  # DI-30 stops a launcher, F34 kills it
-def test_llmtrain_train_returns_the_code_of_the_run(tmp_path: Path) -> None:
+def test_llmtrain_train_returns_the_code_of_the_run(tmp_path):
     path, run_dir = endless(tmp_path)
     command = [sys.executable, "-m", "llmtrain", "train", str(path), "--processes", "2"]
     with (tmp_path / "launcher.txt").open("wb") as output:

@@ -1,17 +1,13 @@
 """Whole runs under every strategy: the same losses, and each goes on from what another wrote."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from helpers.ranks import Server
 from helpers.tiny import lines, status, tiny_config, write_config
 
 STEPS = 6
 WORLD = {"hsdp": 4, "zero3": 3}
 
 
-def config(run_dir: Path, strategy: str, **changes: Any) -> dict[str, Any]:
+def config(run_dir, strategy, **changes):
     """Accumulation, a checkpoint in the middle, an evaluation and a sample behind it."""
     made = tiny_config(
         run_dir,
@@ -28,7 +24,7 @@ def config(run_dir: Path, strategy: str, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def run(server: Server, folder: Path, made: dict[str, Any], world: int, *more: str) -> None:
+def run(server, folder, made, world, *more):
     path = write_config(folder, made)
     # The shard groups of hsdp are nodes: four processes stand for two nodes of two.
     env = {"LOCAL_WORLD_SIZE": str(min(world, 2))} if world == 4 else {}
@@ -37,7 +33,7 @@ def run(server: Server, folder: Path, made: dict[str, Any], world: int, *more: s
 
 
 @pytest.fixture(scope="module")
-def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(server, tmp_path_factory):
     """Under DDP."""
     folder = tmp_path_factory.mktemp("ddp")
     run(server, folder, config(folder / "run", "ddp"), 2)
@@ -51,9 +47,7 @@ def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero3_offload")),
     ],
 )
-def test_a_run_under_any_strategy_is_the_run_under_ddp(
-    server: Server, tmp_path: Path, straight: Path, strategy: str
-) -> None:
+def test_a_run_under_any_strategy_is_the_run_under_ddp(server, tmp_path, straight, strategy):
     run_dir = tmp_path / "run"
     run(server, tmp_path, config(run_dir, strategy), WORLD.get(strategy, 2))
     assert status(run_dir)["strategy"] == strategy
@@ -75,9 +69,7 @@ def test_a_run_under_any_strategy_is_the_run_under_ddp(
         ),
     ],
 )
-def test_what_one_strategy_saved_another_goes_on_from(
-    server: Server, tmp_path: Path, straight: Path, first: str, second: str
-) -> None:
+def test_what_one_strategy_saved_another_goes_on_from(server, tmp_path, straight, first, second):
     run_dir = tmp_path / "run"
     run(server, tmp_path, config(run_dir, first), 2, "training.steps=3")
     run(server, tmp_path, config(run_dir, second), 2)
@@ -86,7 +78,7 @@ def test_what_one_strategy_saved_another_goes_on_from(
     same_losses(run_dir, straight)
 
 
-def same_losses(run_dir: Path, expected: Path) -> None:
+def same_losses(run_dir, expected):
     found, straight = lines(run_dir, "train"), lines(expected, "train")
     assert [one["batch_digest"] for one in found] == [one["batch_digest"] for one in straight]
     for one, other in zip(found, straight, strict=True):
@@ -94,7 +86,7 @@ def same_losses(run_dir: Path, expected: Path) -> None:
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_a_plain_launch_takes_fsdp2_where_ddp_does_not_fit(server: Server, tmp_path: Path) -> None:
+def test_a_plain_launch_takes_fsdp2_where_ddp_does_not_fit(server, tmp_path):
     """A model whose weights and moments are most of what it needs."""
     made = config(tmp_path / "ddp" / "run", "auto", training__micro_batch_size=1)
     made["model"]["config"] |= {
@@ -117,9 +109,7 @@ def test_a_plain_launch_takes_fsdp2_where_ddp_does_not_fit(server: Server, tmp_p
     same_losses(tmp_path / "less" / "run", tmp_path / "ddp" / "run")
 
 
-def test_a_plan_that_fits_nowhere_is_refused_with_what_would_help(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_plan_that_fits_nowhere_is_refused_with_what_would_help(server, tmp_path):
     made = config(tmp_path / "run", "auto", training__micro_batch_size=2)
     made["distributed"]["device_memory_gb"] = 1e-4
     path = write_config(tmp_path, made)
@@ -134,7 +124,7 @@ def test_a_plan_that_fits_nowhere_is_refused_with_what_would_help(
     assert status(tmp_path / "run")["strategy"] is None
 
 
-def test_the_plan_is_compared_with_the_measured_peak(straight: Path) -> None:
+def test_the_plan_is_compared_with_the_measured_peak(straight):
     (found,) = [one for one in lines(straight, "event") if one["event"] == "memory_compared"]
     (start,) = lines(straight, "start")
     planned = start["plan"]["total_bytes"] - start["plan"]["parts"]["reserve"]

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +32,7 @@ ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no", "--num_processes=1
     ],
     ids=["torchrun", "torchrun, OMP", "accelerate", "accelerate, OMP", "an option", "none, OMP"],
 )
-def test_only_a_number_that_the_launcher_chose_is_replaced(
-    tmp_path: Path, launch: list[str], omp: str | None, expected: int
-) -> None:
+def test_only_a_number_that_the_launcher_chose_is_replaced(tmp_path, launch, omp, expected):
     script = tmp_path / "script.py"
     four = "from llmtrain import system; system.cores = lambda: system.Cores(4, '4 cores')"
     script.write_text(four + SCRIPT)
@@ -48,9 +45,7 @@ def test_only_a_number_that_the_launcher_chose_is_replaced(
     assert set(said) == {f"threads {expected}"}
 
 
-def test_a_resume_with_another_number_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_with_another_number_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     run_dir = tmp_path / "run"

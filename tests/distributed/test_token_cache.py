@@ -1,13 +1,12 @@
 """Runs on a token cache: the same batches for any layout and resume, the documents' own text."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from helpers.ranks import ROOT, Server
+from helpers.ranks import ROOT
 from helpers.tiny import lines, tiny_config, write_config
 
 from llmtrain.config.load import load_config
@@ -18,7 +17,7 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def cache(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(server, tmp_path_factory):
     """The sample as tokens, written by the command."""
     folder = tmp_path_factory.mktemp("cache")
     config = write_config(folder, tiny_config(folder / "unused"))
@@ -31,7 +30,7 @@ def cache(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
-def write(folder: Path, cache: Path, **changes: object) -> Path:
+def write(folder, cache, **changes):
     """A run on the cache mixed with text."""
     config = tiny_config(folder / "run", training__steps=STEPS, **changes)
     config["model"]["tokenizer"] = str(cache / "tokenizer")
@@ -40,19 +39,19 @@ def write(folder: Path, cache: Path, **changes: object) -> Path:
     return write_config(folder, config)
 
 
-def train(server: Server, folder: Path, config: Path, world_size: int) -> list[dict]:
+def train(server, folder, config, world_size):
     codes = server.run(["train", str(config)], world_size, folder)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()
     return lines(folder / "run", "train")
 
 
 @pytest.fixture(scope="module")
-def straight(server: Server, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def straight(server, cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     return train(server, folder, write(folder, cache), 1)
 
 
-def digests(found: list[dict]) -> list[str]:
+def digests(found):
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     return [line["batch_digest"] for line in found]
 
@@ -61,8 +60,8 @@ def digests(found: list[dict]) -> list[str]:
     ("world_size", "workers"), [(2, 0), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
 )
 def test_batches_do_not_depend_on_processes_and_workers(
-    server: Server, cache: Path, straight: list[dict], tmp_path: Path, world_size: int, workers: int
-) -> None:
+    server, cache, straight, tmp_path, world_size, workers
+):
     found = train(server, tmp_path, write(tmp_path, cache, data__workers=workers), world_size)
     assert digests(found) == digests(straight)
     assert found[-1]["sources"] == straight[-1]["sources"]
@@ -70,8 +69,8 @@ def test_batches_do_not_depend_on_processes_and_workers(
 
 
 def test_a_resume_on_another_number_of_processes_has_the_same_batches(
-    server: Server, cache: Path, straight: list[dict], tmp_path: Path
-) -> None:
+    server, cache, straight, tmp_path
+):
     config = write(tmp_path, cache)
     for steps, world_size in ((5, 1), (8, 3), (STEPS, 2)):
         arguments = ["train", str(config), f"training.steps={steps}"]
@@ -80,7 +79,7 @@ def test_a_resume_on_another_number_of_processes_has_the_same_batches(
     assert digests(lines(tmp_path / "run", "train")) == digests(straight)
 
 
-def test_the_blocks_that_a_run_trains_on_are_the_documents(cache: Path, tmp_path: Path) -> None:
+def test_the_blocks_that_a_run_trains_on_are_the_documents(cache, tmp_path):
     path = write(tmp_path, cache, data__sources=[{"path": str(cache)}])
     tokenizer = open_tokenizer(cache / "tokenizer")
     sample = sorted((ROOT / "llmtrain" / "data" / "sample").glob("*.parquet"))

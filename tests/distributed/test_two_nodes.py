@@ -4,16 +4,13 @@ Ranks that need no launcher are forked in the two network namespaces; see helper
 """
 
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 from helpers.netns import ADDRESSES, RANKS, Network
-from helpers.ranks import ROOT, Server, until
+from helpers.ranks import ROOT, until
 from helpers.tiny import lines, status, tiny_config, weights, write_config
 
 STEPS = 120
@@ -27,7 +24,7 @@ CONNECTION_ENDED = re.compile(
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
+def network():
     made = Network()
     try:
         made.up()
@@ -36,7 +33,7 @@ def network() -> Iterator[Network]:
         made.down()
 
 
-def written(folder: Path, steps: int = STEPS, timeout_seconds: float = 300.0) -> Path:
+def written(folder, steps=STEPS, timeout_seconds=300.0):
     config = tiny_config(
         folder / "run",
         training__steps=steps,
@@ -48,14 +45,14 @@ def written(folder: Path, steps: int = STEPS, timeout_seconds: float = 300.0) ->
 
 
 @pytest.fixture(scope="module")
-def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(server, tmp_path_factory):
     """A run of two processes on one machine, never interrupted."""
     folder = tmp_path_factory.mktemp("straight")
     assert server.run(["train", str(written(folder))], 2, folder) == [0, 0]
     return folder / "run"
 
 
-def launch_file(folder: Path) -> Path:
+def launch_file(folder):
     """`accelerate_configs/ddp_multinode.yaml` for these two machines."""
     values = yaml.safe_load((ROOT / "accelerate_configs" / "ddp_multinode.yaml").read_text())
     here = {"use_cpu": True, "mixed_precision": "no", "num_processes": 2}
@@ -66,19 +63,17 @@ def launch_file(folder: Path) -> Path:
     return path
 
 
-def newest(run_dir: Path) -> int:
+def newest(run_dir):
     logged = lines(run_dir, "train")
     return int(logged[-1]["step"]) if logged else 0
 
 
-def under_way(run_dir: Path) -> Callable[[], bool]:
+def under_way(run_dir):
     return lambda: newest(run_dir) >= 5
 
 
 @pytest.mark.slow  # DI-25 launches the same, and ends in the same bits
-def test_a_static_launch_on_two_machines_equals_one_machine(
-    network: Network, straight: Path, tmp_path: Path
-) -> None:
+def test_a_static_launch_on_two_machines_equals_one_machine(network, straight, tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     script = [str(ROOT / "scripts" / "train.py"), str(written(tmp_path))]
     file = str(launch_file(tmp_path))
@@ -96,13 +91,11 @@ def test_a_static_launch_on_two_machines_equals_one_machine(
     assert weights(tmp_path / "run", STEPS) == weights(straight, STEPS)
 
 
-def test_a_node_is_killed_and_the_same_commands_resume_exactly(
-    network: Network, straight: Path, tmp_path: Path
-) -> None:
+def test_a_node_is_killed_and_the_same_commands_resume_exactly(network, straight, tmp_path):
     path, run_dir, output = written(tmp_path), tmp_path / "run", tmp_path / "output.txt"
     file = str(launch_file(tmp_path))
 
-    def start() -> list[subprocess.Popen[bytes]]:
+    def start():
         train = [sys.executable, "-m", "llmtrain", "train", str(path), "--accelerate", file]
         return [network.start(node, train, output, {}) for node in (0, 1)]
 
@@ -122,9 +115,7 @@ def test_a_node_is_killed_and_the_same_commands_resume_exactly(
     assert weights(run_dir, STEPS) == weights(straight, STEPS)
 
 
-def test_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
-    network: Network, server: Server, tmp_path: Path
-) -> None:
+def test_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(network, server, tmp_path):
     path, run_dir = written(tmp_path, 100_000, TIMEOUT_SECONDS), tmp_path / "run"
     ranks = server.start(network.ranks("train", str(path)), 2, tmp_path, RANKS)
     until(under_way(run_dir), "some steps")
@@ -138,9 +129,7 @@ def test_a_link_that_is_cut_for_good_ends_both_nodes_at_the_timeout(
     assert "no progress for" in status(run_dir)["reason"]
 
 
-def test_a_link_that_comes_back_changes_nothing(
-    network: Network, server: Server, straight: Path, tmp_path: Path
-) -> None:
+def test_a_link_that_comes_back_changes_nothing(network, server, straight, tmp_path):
     path, run_dir = written(tmp_path), tmp_path / "run"
     ranks = server.start(network.ranks("train", str(path)), 2, tmp_path, RANKS)
     until(under_way(run_dir), "some steps")
@@ -157,8 +146,8 @@ def test_a_link_that_comes_back_changes_nothing(
 
 @pytest.mark.slow
 def test_a_node_lost_under_hsdp_means_75_and_the_next_start_goes_on(
-    network: Network, server: Server, straight: Path, tmp_path: Path
-) -> None:
+    network, server, straight, tmp_path
+):
     """Two machines of two ranks, each machine a whole replica, sharded within it."""
     run_dir = tmp_path / "run"
     command = network.ranks("train", str(written(tmp_path)), "distributed.strategy=hsdp")
@@ -177,8 +166,8 @@ def test_a_node_lost_under_hsdp_means_75_and_the_next_start_goes_on(
 
 @pytest.mark.slow
 def test_a_run_directory_that_is_not_shared_is_refused_and_the_node_named(
-    network: Network, server: Server, tmp_path: Path
-) -> None:
+    network, server, tmp_path
+):
     path, run_dir = written(tmp_path), tmp_path / "run"
     run_dir.mkdir()
     started = network.ranks("train", str(path), apart=run_dir)

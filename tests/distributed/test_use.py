@@ -11,13 +11,11 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers import bases, chats, corpus, used
-from helpers.ranks import PATIENCE_SECONDS, ROOT, Server
+from helpers.ranks import PATIENCE_SECONDS, ROOT
 from helpers.rings import needs
 from helpers.tiny import lines, tiny_config, write_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -51,7 +49,7 @@ metric_list: [{metric: bits_per_byte}]
 """
 
 
-def train(server: Server, folder: Path, world_size: int, **changes: Any) -> Path:
+def train(server, folder, world_size, **changes):
     """A tiny run that evaluates and saves every four steps."""
     made = tiny_config(
         folder / "run",
@@ -72,11 +70,11 @@ def train(server: Server, folder: Path, world_size: int, **changes: Any) -> Path
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "fsdp2 on 2"])
-def run(request: pytest.FixtureRequest, server: Server, tmp_path_factory: Any) -> Path:
+def run(request, server, tmp_path_factory):
     return train(server, tmp_path_factory.mktemp("use"), request.param)
 
 
-def told(server: Server, folder: Path, *arguments: object) -> Any:
+def told(server, folder, *arguments):
     """The JSON that a command prints."""
     folder.mkdir(exist_ok=True)
     out = folder / "stdout.json"
@@ -85,9 +83,7 @@ def told(server: Server, folder: Path, *arguments: object) -> Any:
     return json.loads(out.read_text())
 
 
-def test_an_evaluation_repeats_the_line_of_the_best_checkpoint(
-    server: Server, run: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_repeats_the_line_of_the_best_checkpoint(server, run, tmp_path):
     evaluated = {line["step"]: line for line in lines(run, "eval")}
     best = min((4, 8), key=lambda step: evaluated[step]["loss"])
     found = told(server, tmp_path, "evaluate", run)
@@ -97,7 +93,7 @@ def test_an_evaluation_repeats_the_line_of_the_best_checkpoint(
     assert told(server, tmp_path, "evaluate", other)["loss"] == evaluated[4]["loss"]
 
 
-def tune(server: Server, folder: Path, base: Path, kind: str, precision: str, world: int) -> Path:
+def tune(server, folder, base, kind, precision, world):
     """A run on conversations that adds ChatML's tokens, and pads the rows."""
     made = tiny_config(
         folder / "run",
@@ -118,12 +114,12 @@ def tune(server: Server, folder: Path, base: Path, kind: str, precision: str, wo
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: Any) -> Path:
+def base(tmp_path_factory):
     return bases.save_base(tmp_path_factory.mktemp("base") / "base")
 
 
 @pytest.fixture(scope="module")
-def tuned(server: Server, base: Path, tmp_path_factory: Any) -> Path:
+def tuned(server, base, tmp_path_factory):
     return tune(server, tmp_path_factory.mktemp("tuned"), base, "none", "fp32", 1)
 
 
@@ -134,21 +130,19 @@ FIGURES = ("kind", "split", "loss", "perplexity", "bits_per_byte", "tokens", "by
     ("kind", "precision", "world"), [("lora", "fp32", 2), ("lora", "bf16", 1), ("dora", "bf16", 1)]
 )
 def test_a_base_as_a_run_of_adapters_is_the_line_of_its_step_0_to_the_last_digit(
-    server: Server, base: Path, tmp_path: Path, kind: str, precision: str, world: int
-) -> None:
+    server, base, tmp_path, kind, precision, world
+):
     run = tune(server, tmp_path, base, kind, precision, world)
     check_step_0(server, base, run, tmp_path / "told")
 
 
 def test_a_base_as_a_full_run_is_the_line_of_its_step_0_to_the_last_digit(
-    server: Server, base: Path, tuned: Path, tmp_path: Path
-) -> None:
+    server, base, tuned, tmp_path
+):
     check_step_0(server, base, tuned, tmp_path)
 
 
-def test_a_run_with_one_conversation_a_block_repeats_its_lines_to_the_last_digit(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_run_with_one_conversation_a_block_repeats_its_lines_to_the_last_digit(server, tmp_path):
     """On a CPU, torch's convolution of Mamba depends on whether its weights are trained."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
@@ -163,7 +157,7 @@ def test_a_run_with_one_conversation_a_block_repeats_its_lines_to_the_last_digit
     assert {key: found[key] for key in FIGURES} == {key: last[key] for key in FIGURES}
 
 
-def check_step_0(server: Server, base: Path, run: Path, folder: Path) -> None:
+def check_step_0(server, base, run, folder):
     first, *_ = lines(run, "eval")
     assert first["step"] == 0
     found = told(server, folder, "evaluate", base, "--as", run)
@@ -171,9 +165,7 @@ def check_step_0(server: Server, base: Path, run: Path, folder: Path) -> None:
     assert (found["as"], found["model"]) == (str(run), str(base))
 
 
-def test_other_models_are_measured_as_the_run_does(
-    server: Server, base: Path, tuned: Path, tmp_path: Path
-) -> None:
+def test_other_models_are_measured_as_the_run_does(server, base, tuned, tmp_path):
     """Its own checkpoint, and weights of another seed, which have no rows for the new tokens."""
     *_, last = lines(tuned, "eval")
     found = told(server, tmp_path / "one", "evaluate", tuned, "--as", tuned)
@@ -197,9 +189,7 @@ def test_other_models_are_measured_as_the_run_does(
         ("base", {"stride": 4, "tasks": ["a"], "chat": True}, "3 problems"),
     ],
 )
-def test_what_cannot_be_measured_as_a_run_is_refused(
-    base: Path, tuned: Path, tmp_path: Path, case: str, options: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_measured_as_a_run_is_refused(base, tuned, tmp_path, case, options, said):
     from llmtrain import UserError, evaluate
 
     model, run = tmp_path / "model", tuned
@@ -228,9 +218,7 @@ def test_what_cannot_be_measured_as_a_run_is_refused(
         evaluate(model, as_run=run, **options)
 
 
-def test_an_export_is_proved_by_another_process_and_scores_as_the_run(
-    server: Server, run: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_proved_by_another_process_and_scores_as_the_run(server, run, tmp_path):
     out = tmp_path / "out"
     found = told(server, tmp_path, "export", run, "--out", out)
     assert abs(found["losses"]["run"] - found["losses"]["export"]) <= 1e-5
@@ -239,9 +227,7 @@ def test_an_export_is_proved_by_another_process_and_scores_as_the_run(
     assert abs(scored["loss"] - loss) <= 1e-5
 
 
-def test_a_checkpoint_of_any_strategy_writes_in_one_process(
-    server: Server, run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_any_strategy_writes_in_one_process(server, run, tmp_path):
     found = told(server, tmp_path, "generate", run, "The planet", "--max-new-tokens", 12)
     directory = told(server, tmp_path, "evaluate", run)["model"]
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -252,7 +238,7 @@ def test_a_checkpoint_of_any_strategy_writes_in_one_process(
     assert found["text"] == expected
 
 
-def test_chat_holds_over_three_turns_in_a_terminal(tmp_path: Path) -> None:
+def test_chat_holds_over_three_turns_in_a_terminal(tmp_path):
     """A real process in a terminal of 80 × 24; one message is too long for the model."""
     run = used.run(tmp_path / "run", chat=True)
     used.checkpoint(run, 4, used.model(max_position_embeddings=512))
@@ -281,21 +267,21 @@ def test_chat_holds_over_three_turns_in_a_terminal(tmp_path: Path) -> None:
 class Terminal:
     """A terminal, of which a process is started in the foreground."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows, columns):
         self._ours, self._theirs = pty.openpty()
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._unread = ""
 
-    def start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    def start(self, command, env):
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), self._theirs)
         process = subprocess.Popen(command, env=env, start_new_session=True, **ends)
         os.close(self._theirs)
         return process
 
-    def type(self, text: str) -> None:
+    def type(self, text):
         os.write(self._ours, text.encode())
 
-    def read_until(self, end: str) -> str:
+    def read_until(self, end):
         """What was shown up to here, without the sequences that move the cursor in a line."""
         while end not in self._unread:
             ready, _, _ = select.select([self._ours], [], [], PATIENCE_SECONDS)
@@ -308,9 +294,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_export_of_adapters_is_proved_by_another_process(
-    server: Server, tmp_path: Path, merged: bool
-) -> None:
+def test_an_export_of_adapters_is_proved_by_another_process(server, tmp_path, merged):
     run = used.run(tmp_path / "run")
     base = used.directory(tmp_path / "base", used.model(), run / "tokenizer")
     adapter = used.adapter(tmp_path / "adapter", base, run / "tokenizer", use_dora=True)
@@ -322,9 +306,7 @@ def test_an_export_of_adapters_is_proved_by_another_process(
     assert abs(scored[0]["loss"] - scored[1]["loss"]) <= 1e-5
 
 
-def test_an_export_that_computes_something_else_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_computes_something_else_is_not_published(tmp_path, monkeypatch):
     from llmtrain import RunError, export
     from llmtrain.tools.use.export import merge
 
@@ -341,7 +323,7 @@ def test_an_export_that_computes_something_else_is_not_published(
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: Any) -> list[Path]:
+def models(tmp_path_factory):
     """Two model directories: without and with a begin token."""
     folder = tmp_path_factory.mktemp("lm_eval")
     found = []
@@ -359,7 +341,7 @@ def models(tmp_path_factory: Any) -> list[Path]:
 
 
 @needs("lm_eval")
-def test_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) -> None:
+def test_documents_are_scored_as_by_lm_eval(server, models):
     folder = models[0].parent
     command = [sys.executable, "-c", LM_EVAL, str(folder / "tasks"), *map(str, models)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -376,9 +358,7 @@ def test_documents_are_scored_as_by_lm_eval(server: Server, models: list[Path]) 
 
 
 @needs("lm_eval")
-def test_a_task_whose_data_is_gone_is_one_message(
-    server: Server, models: list[Path], tmp_path: Path
-) -> None:
+def test_a_task_whose_data_is_gone_is_one_message(server, models, tmp_path):
     task = tmp_path / "mine.yaml"
     task.write_text(TASK.replace("FILE", str(tmp_path / "gone.txt")))
     words = ["evaluate", str(models[0]), "--tasks", str(task)]
@@ -392,7 +372,7 @@ def test_a_task_whose_data_is_gone_is_one_message(
 
 
 @pytest.mark.slow
-def test_an_export_needs_little_more_memory_than_its_shards(tmp_path: Path) -> None:
+def test_an_export_needs_little_more_memory_than_its_shards(tmp_path):
     run = used.run(tmp_path / "run")
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     used.checkpoint(run, 4, used.model(**large))
@@ -408,7 +388,7 @@ def test_an_export_needs_little_more_memory_than_its_shards(tmp_path: Path) -> N
     assert needed - baseline <= 1.5 * shard, (needed, baseline)
 
 
-def peak(code: str) -> int:
+def peak(code):
     """Most resident bytes of a process that runs this code."""
     ask = "; print([l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1])"
     done = subprocess.run(

@@ -11,7 +11,6 @@ import pytest
 import tokenizers
 import xxhash
 from helpers import corpus
-from helpers.ranks import Server
 from helpers.tiny import lines, tiny_config, write_config
 
 import llmtrain
@@ -28,13 +27,13 @@ EOS = PAD = tokenizers.Tokenizer.from_file(str(SAMPLE / "tokenizer.json")).token
 )
 
 
-def write_sources(folder: Path) -> None:
+def write_sources(folder):
     rows = [row | {"url": f"https://example.org/{row['id']}"} for row in corpus.articles(120)]
     corpus.write_parquet(folder / "wiki" / "1.parquet", rows)
     corpus.write_jsonl(folder / "notes.jsonl", NOTES)
 
 
-def config_of(folder: Path, weights: tuple[float, float], steps: int, **more: object) -> Path:
+def config_of(folder, weights, steps, **more):
     config = tiny_config(
         folder / "run",
         training__steps=steps,
@@ -48,7 +47,7 @@ def config_of(folder: Path, weights: tuple[float, float], steps: int, **more: ob
     return write_config(folder, config)
 
 
-def trained(server: Server, folder: Path, **more: object) -> Path:
+def trained(server, folder, **more):
     """4 steps on two processes; 5 more on one, with other weights; then 3 as at first."""
     write_sources(folder)
     for world_size, steps, weights in ((2, 4, (2.0, 1.0)), (1, 9, (1.0, 4.0)), (2, 12, (2.0, 1.0))):
@@ -59,20 +58,20 @@ def trained(server: Server, folder: Path, **more: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(server, tmp_path_factory):
     return trained(server, tmp_path_factory.mktemp("which"))
 
 
 @pytest.fixture(scope="module")
-def bestfit(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bestfit(server, tmp_path_factory):
     return trained(server, tmp_path_factory.mktemp("bestfit"), data__packing="bestfit")
 
 
-def logged(run_dir: Path) -> dict[int, str]:
+def logged(run_dir):
     return {line["step"]: line["batch_digest"] for line in lines(run_dir, "train")}
 
 
-def rebuilt_digest(run_dir: Path, documents: list[dict], *, bestfit: bool) -> str:
+def rebuilt_digest(run_dir, documents, *, bestfit):
     """The batch digest of exactly these parts of these documents, by the contract alone."""
     reference = tokenizers.Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
     texts = {row["id"]: row["text"] for row in [*corpus.articles(120), *NOTES]}
@@ -91,7 +90,7 @@ def rebuilt_digest(run_dir: Path, documents: list[dict], *, bestfit: bool) -> st
     return f"{total % 2**64:016x}"
 
 
-def test_the_command_names_the_documents_of_a_step(run: Path) -> None:
+def test_the_command_names_the_documents_of_a_step(run):
     command = [sys.executable, "-m", "llmtrain", "data", "which", str(run), "--step", "7"]
     done = subprocess.run([*command, "--json", "--text"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -114,7 +113,7 @@ def test_the_command_names_the_documents_of_a_step(run: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 6, 9, 10, 12])
-def test_every_step_is_found_whatever_start_made_it(run: Path, step: int) -> None:
+def test_every_step_is_found_whatever_start_made_it(run, step):
     found = json.loads(json.dumps(which(run, step).to_json()))
     assert found["batch_digest"] == logged(run)[step]
     assert sorted({one["g"] for one in found["documents"]}) == list(
@@ -124,19 +123,19 @@ def test_every_step_is_found_whatever_start_made_it(run: Path, step: int) -> Non
 
 
 @pytest.mark.parametrize("step", [2, 5, 8, 11])
-def test_documents_of_best_fit_packing_are_found(bestfit: Path, step: int) -> None:
+def test_documents_of_best_fit_packing_are_found(bestfit, step):
     found = json.loads(json.dumps(which(bestfit, step).to_json()))
     assert found["batch_digest"] == logged(bestfit)[step]
     assert rebuilt_digest(bestfit, found["documents"], bestfit=True) == logged(bestfit)[step]
 
 
-def test_the_run_is_not_changed(run: Path) -> None:
+def test_the_run_is_not_changed(run):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     which(run, 2, text=True)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_no_torch_is_imported(run: Path) -> None:
+def test_no_torch_is_imported(run):
     code = (
         "import sys, pathlib\nfrom llmtrain.tools.data.which import which\n"
         f"which(pathlib.Path({str(run)!r}), 2)\n"
@@ -146,12 +145,12 @@ def test_no_torch_is_imported(run: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 0, 13, 10**9])
-def test_a_step_that_the_run_has_not_made_is_refused(run: Path, step: int) -> None:
+def test_a_step_that_the_run_has_not_made_is_refused(run, step):
     with pytest.raises(UserError, match="1 to 12"):
         which(run, step)
 
 
-def copied(run: Path, folder: Path) -> Path:
+def copied(run, folder):
     """The run and its data, to be spoilt."""
     for name in ("wiki", "run"):
         shutil.copytree(run.parent / name, folder / name)
@@ -159,11 +158,11 @@ def copied(run: Path, folder: Path) -> Path:
     return folder / "run"
 
 
-def places(folder: Path) -> list[str]:
+def places(folder):
     return [f"data.sources.0.path={folder / 'wiki'}", f"data.sources.1.path={folder}/notes.jsonl"]
 
 
-def test_data_that_was_moved_is_found_where_the_caller_says(run: Path, tmp_path: Path) -> None:
+def test_data_that_was_moved_is_found_where_the_caller_says(run, tmp_path):
     moved = copied(run, tmp_path)
     assert which(moved, 5, overrides=places(tmp_path)) == which(run, 5)
     config = moved / "config.yaml"
@@ -174,7 +173,7 @@ def test_data_that_was_moved_is_found_where_the_caller_says(run: Path, tmp_path:
     assert which(moved, 5, overrides=places(tmp_path)) == which(run, 5)
 
 
-def test_a_file_that_was_changed_inside_is_found_by_the_digest(run: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_changed_inside_is_found_by_the_digest(run, tmp_path):
     spoilt = copied(run, tmp_path)
     path = tmp_path / "notes.jsonl"
     data = path.read_bytes()
@@ -190,7 +189,7 @@ def test_a_file_that_was_changed_inside_is_found_by_the_digest(run: Path, tmp_pa
     assert which(spoilt, 7, overrides=places(tmp_path)) == which(run, 7)
 
 
-def test_a_file_that_was_changed_at_an_end_is_named(run: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_changed_at_an_end_is_named(run, tmp_path):
     spoilt = copied(run, tmp_path)
     path = tmp_path / "notes.jsonl"
     path.write_bytes(path.read_bytes().replace(b"1000", b"9000", 1))
@@ -198,7 +197,7 @@ def test_a_file_that_was_changed_at_an_end_is_named(run: Path, tmp_path: Path) -
         which(spoilt, 5, overrides=places(tmp_path))
 
 
-def without(run_dir: Path, steps: range) -> None:
+def without(run_dir, steps):
     """As if `logging.every_steps` had left out the lines of these steps."""
     path = run_dir / "metrics.jsonl"
     kept = [
@@ -209,9 +208,7 @@ def without(run_dir: Path, steps: range) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def test_a_step_that_was_not_logged_is_checked_at_the_next_that_was(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_was_not_logged_is_checked_at_the_next_that_was(run, tmp_path):
     thin = copied(run, tmp_path)
     without(thin, range(5, 8))
     found = which(thin, 6)
@@ -222,9 +219,7 @@ def test_a_step_that_was_not_logged_is_checked_at_the_next_that_was(
     assert which(thin, 6).checked_at is None
 
 
-def test_without_a_save_before_it_a_step_is_replayed_from_the_beginning(
-    run: Path, tmp_path: Path
-) -> None:
+def test_without_a_save_before_it_a_step_is_replayed_from_the_beginning(run, tmp_path):
     thin = copied(run, tmp_path)
     (thin / "cursors.jsonl").unlink()
     assert which(thin, 4) == which(run, 4)
@@ -232,9 +227,7 @@ def test_without_a_save_before_it_a_step_is_replayed_from_the_beginning(
         which(thin, 7)
 
 
-def test_a_step_before_a_change_that_was_accepted_cannot_be_recomputed(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_step_before_a_change_that_was_accepted_cannot_be_recomputed(server, tmp_path):
     write_sources(tmp_path)
     path = config_of(tmp_path, (2.0, 1.0), 4)
     assert server.run(["train", str(path)], 1, tmp_path) == [0]
@@ -248,7 +241,7 @@ def test_a_step_before_a_change_that_was_accepted_cannot_be_recomputed(
             which(tmp_path / "run", step)
 
 
-def test_steps_that_a_resume_has_undone_are_not_those_of_the_run(run: Path, tmp_path: Path) -> None:
+def test_steps_that_a_resume_has_undone_are_not_those_of_the_run(run, tmp_path):
     undone = copied(run, tmp_path)
     first = next(line for line in lines(undone, "start"))
     again = first | {"step": 9, "weights": [1.0, 1.0]}
@@ -260,7 +253,7 @@ def test_steps_that_a_resume_has_undone_are_not_those_of_the_run(run: Path, tmp_
         which(undone, 10)
 
 
-def test_cursors_that_a_resume_has_undone_are_not_used(run: Path, tmp_path: Path) -> None:
+def test_cursors_that_a_resume_has_undone_are_not_used(run, tmp_path):
     """A start at 4 saved 6, and was undone by the one at 4 that saved no 6."""
     undone = copied(run, tmp_path)
     record = jsonl.read(undone / "metrics.jsonl")
@@ -280,9 +273,7 @@ def test_cursors_that_a_resume_has_undone_are_not_used(run: Path, tmp_path: Path
         assert which(undone, step, overrides=places(tmp_path)) == which(run, step)
 
 
-def test_cursors_that_were_not_noted_again_are_not_those_of_the_start_before(
-    run: Path, tmp_path: Path
-) -> None:
+def test_cursors_that_were_not_noted_again_are_not_those_of_the_start_before(run, tmp_path):
     """Both starts saved 6, but only the undone one noted it."""
     undone = copied(run, tmp_path)
     record = jsonl.read(undone / "metrics.jsonl")
@@ -297,11 +288,11 @@ def test_cursors_that_were_not_noted_again_are_not_those_of_the_start_before(
     assert which(undone, 8, overrides=places(tmp_path)) == which(run, 8)
 
 
-def write_lines(path: Path, values: list[dict]) -> None:
+def write_lines(path, values):
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-def test_what_the_run_has_skipped_is_left_out_again(server: Server, tmp_path: Path) -> None:
+def test_what_the_run_has_skipped_is_left_out_again(server, tmp_path):
     rows = [json.dumps(row) for row in corpus.articles(400)]
     for broken in range(3, 400, 5):
         rows[broken] = rows[broken][:-9]
@@ -321,12 +312,12 @@ def test_what_the_run_has_skipped_is_left_out_again(server: Server, tmp_path: Pa
     assert (tmp_path / "run" / "skipped-units.jsonl").read_bytes() == skipped
 
 
-def test_other_overrides_than_places_are_refused(run: Path) -> None:
+def test_other_overrides_than_places_are_refused(run):
     with pytest.raises(UserError, match=r"data\.seq_len=8"):
         which(run, 1, overrides=["data.seq_len=8"])
 
 
-def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(run, tmp_path):
     with pytest.raises(UserError, match="a run directory that exists"):
         which(tmp_path / "nowhere", 1)
     with pytest.raises(UserError, match=r"no config\.yaml"):

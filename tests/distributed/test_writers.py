@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import zero
 from helpers.allocated import Allocated
-from helpers.ranks import Server
 from helpers.zero import Case
 
 TWO = (
@@ -18,7 +17,7 @@ TWO = (
 THREE = (("ddp", "fp32", "odd"), ("zero2", "bf16", "odd"))
 
 
-def test_copies_are_counted_while_they_exist_and_views_are_not() -> None:
+def test_copies_are_counted_while_they_exist_and_views_are_not():
     held = torch.zeros(4)
     with Allocated() as allocated:
         held.view(2, 2).add_(1)
@@ -30,8 +29,8 @@ def test_copies_are_counted_while_they_exist_and_views_are_not() -> None:
 
 @pytest.mark.parametrize(("world_size", "forms"), [(2, TWO), (3, THREE)])
 def test_all_writers_write_the_same_files_with_no_memory_but_for_one_tensor(
-    server: Server, tmp_path: Path, world_size: int, forms: tuple[tuple[str, str, str], ...]
-) -> None:
+    server, tmp_path, world_size, forms
+):
     models = sorted({model for _, _, model in forms})
     first = [Case("ddp", model=m, steps=2, save=str(tmp_path / m)) for m in models]
     zero.run(server, tmp_path / "first", world_size, first)

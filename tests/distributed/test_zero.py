@@ -3,13 +3,10 @@
 Launches are shared: each is many cases, and a test asks about some of them.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import zero
-from helpers.ranks import Server
 from helpers.tiny import tiny_config, write_config
 from helpers.updates import with_loss
 from helpers.zero import Case
@@ -57,44 +54,32 @@ CASES = {"pair": PAIR, "alone": ALONE, "four": FOUR}  # by their fixtures
 Results = dict[tuple[str, str], Any]
 
 
-def launch(
-    server: Server,
-    folder: Path,
-    world_size: int,
-    cases: dict[tuple[str, str], Case],
-) -> Results:
+def launch(server, folder, world_size, cases):
     found = zero.run(server, folder, world_size, list(cases.values()))
     return dict(zip(cases, found, strict=True))
 
 
 @pytest.fixture(scope="module")
-def pair(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def pair(server, tmp_path_factory):
     return launch(server, tmp_path_factory.mktemp("pair"), 2, PAIR)
 
 
 @pytest.fixture(scope="module")
-def skips(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def skips(server, tmp_path_factory):
     return launch(server, tmp_path_factory.mktemp("skips"), 2, SKIPS)
 
 
 @pytest.fixture(scope="module")
-def alone(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def alone(server, tmp_path_factory):
     return launch(server, tmp_path_factory.mktemp("alone"), 1, ALONE)
 
 
 @pytest.fixture(scope="module")
-def four(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def four(server, tmp_path_factory):
     return launch(server, tmp_path_factory.mktemp("four"), 4, FOUR)
 
 
-def same(
-    found: Any,
-    expected: Sequence[dict[str, float]],
-    *,
-    loss: float = 1e-5,
-    norm: float = 1e-5,
-    leave_out: int = -1,
-) -> None:
+def same(found, expected, *, loss=1e-05, norm=1e-05, leave_out=-1):
     assert len(found["numbers"]) == len(expected)
     for step, (one, other) in enumerate(zip(found["numbers"], expected, strict=True)):
         if step != leave_out:
@@ -106,9 +91,7 @@ def same(
     ("ranks", "key"),
     [(ranks, key) for ranks, cases in CASES.items() for key in cases],
 )
-def test_zero_trains_as_plain_pytorch(
-    request: pytest.FixtureRequest, ranks: str, key: tuple[str, str]
-) -> None:
+def test_zero_trains_as_plain_pytorch(request, ranks, key):
     """Uneven masks, with any split into ranks and micro-batches, the loss in chunks.
 
     `micro 1` accumulates where accelerate's `no_sync` would enter DeepSpeed's, which these stages
@@ -124,13 +107,13 @@ def test_zero_trains_as_plain_pytorch(
 
 
 @pytest.mark.parametrize("strategy", ZEROS)
-def test_the_rate_of_a_step_is_applied_at_that_step(pair: Results, strategy: str) -> None:
+def test_the_rate_of_a_step_is_applied_at_that_step(pair, strategy):
     case = PAIR["masks", strategy]
     late = zero.reference(Case(factors=(1.0, *FACTORS[:-1])))
     assert abs(late[-1]["loss"] - zero.reference(case)[-1]["loss"]) > 5e-4
 
 
-def test_the_limit_is_below_every_norm_here_so_that_all_but_the_frozen_cases_are_clipped() -> None:
+def test_the_limit_is_below_every_norm_here_so_that_all_but_the_frozen_cases_are_clipped():
     for one in zero.reference(Case()) + zero.reference(PAIR["frozen", "zero2"]):
         assert one["norm"] > 1.05 * zero.LIMIT
     clipped, free = zero.reference(Case()), zero.reference(Case(max_grad_norm=None))
@@ -138,9 +121,7 @@ def test_the_limit_is_below_every_norm_here_so_that_all_but_the_frozen_cases_are
 
 
 @pytest.mark.parametrize("strategy", ZEROS)
-def test_an_evaluation_between_steps_sees_the_weights_of_that_step(
-    pair: Results, strategy: str
-) -> None:
+def test_an_evaluation_between_steps_sees_the_weights_of_that_step(pair, strategy):
     """Four forwards without a backward before each step, of other lengths too."""
     for found, expected in zip(
         pair["masks", strategy]["evaluations"],
@@ -151,9 +132,7 @@ def test_an_evaluation_between_steps_sees_the_weights_of_that_step(
 
 
 @pytest.mark.parametrize(("why", "strategy"), SKIPS)
-def test_a_step_that_one_rank_cannot_make_is_skipped_on_all(
-    skips: Results, why: str, strategy: str
-) -> None:
+def test_a_step_that_one_rank_cannot_make_is_skipped_on_all(skips, why, strategy):
     case, found = SKIPS[why, strategy], skips[why, strategy]
     bound = 1e-5 if case.precision == "fp32" else 2e-2
     norm = 1e-5 if case.precision == "fp32" else 1e-2
@@ -165,7 +144,7 @@ def test_a_step_that_one_rank_cannot_make_is_skipped_on_all(
 
 
 @pytest.fixture(scope="module")
-def checkpoints(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(server, tmp_path_factory):
     """Of DDP, after three steps."""
     root = tmp_path_factory.mktemp("checkpoints")
     saved = [Case("ddp", model=m, steps=3, save=str(root / f"ddp-{m}")) for m in MODELS]
@@ -185,9 +164,7 @@ SAME_FILES = [
 THREE = [(3, "zero3", "bf16", model) for model in MODELS] + [(3, "zero3", "fp32", "odd")]
 
 
-def passed_through(
-    server: Server, root: Path, world_size: int, forms: Sequence[tuple[int, str, str, str]]
-) -> None:
+def passed_through(server, root, world_size, forms):
     """Read DDP's checkpoints and write them again, nothing trained in between."""
     cases = [
         Case(
@@ -205,14 +182,12 @@ def passed_through(
     zero.run(server, root / f"through-{world_size}", world_size, cases)
 
 
-def test_files_are_those_of_ddp_on_two_ranks(server: Server, checkpoints: Path) -> None:
+def test_files_are_those_of_ddp_on_two_ranks(server, checkpoints):
     passed_through(server, checkpoints, 2, SAME_FILES)
     compare_files(checkpoints, SAME_FILES)
 
 
-def test_files_are_those_of_ddp_on_three_ranks_and_ddp_reads_them(
-    server: Server, checkpoints: Path
-) -> None:
+def test_files_are_those_of_ddp_on_three_ranks_and_ddp_reads_them(server, checkpoints):
     passed_through(server, checkpoints, 3, THREE)
     compare_files(checkpoints, THREE)
     back = [
@@ -231,7 +206,7 @@ def test_files_are_those_of_ddp_on_three_ranks_and_ddp_reads_them(
         assert zero.files(checkpoints / f"back-{model}") == zero.files(checkpoints / f"ddp-{model}")
 
 
-def compare_files(root: Path, forms: Sequence[tuple[int, str, str, str]]) -> None:
+def compare_files(root, forms):
     for world, strategy, precision, model in forms:
         name = f"{world}-{strategy}-{precision}-{model}"
         expected = zero.files(root / f"ddp-{model}")
@@ -239,9 +214,7 @@ def compare_files(root: Path, forms: Sequence[tuple[int, str, str, str]]) -> Non
         assert zero.files(root / name) == expected, name
 
 
-def test_training_goes_on_from_the_weights_and_moments_of_another_strategy(
-    server: Server, checkpoints: Path
-) -> None:
+def test_training_goes_on_from_the_weights_and_moments_of_another_strategy(server, checkpoints):
     """The copies that are computed with are made of what was read, after they had been gathered."""
     cases = [
         Case(name, steps=3, start=3, discard=True, load=str(checkpoints / "ddp-tied"))
@@ -262,9 +235,7 @@ RESUMED = (
 )
 
 
-def test_a_resumed_run_has_the_losses_and_files_of_a_straight_one(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_losses_and_files_of_a_straight_one(server, tmp_path):
     straight = [
         Case(
             *form,
@@ -293,9 +264,7 @@ def test_a_resumed_run_has_the_losses_and_files_of_a_straight_one(
         assert zero.files(tmp_path / f"{index}-2-2") == zero.files(tmp_path / f"{index}-4")
 
 
-def test_partitioning_while_building_is_refused_before_there_is_a_group(
-    server: Server, tmp_path: Path
-) -> None:
+def test_partitioning_while_building_is_refused_before_there_is_a_group(server, tmp_path):
     """`zero3_init_flag: true`: DeepSpeed would partition, and trace without a process group."""
     path = write_config(tmp_path, tiny_config(tmp_path / "run"))
     launched = {
@@ -309,13 +278,13 @@ def test_partitioning_while_building_is_refused_before_there_is_a_group(
     assert "Traceback" not in said
 
 
-def test_models_are_built_whole_under_zero3(pair: Results) -> None:
+def test_models_are_built_whole_under_zero3(pair):
     """Their first loss is that of the seed: transformers does not partition while it builds."""
     found = pair["micro 1", "zero3"]["numbers"][0]["loss"]
     assert found == pytest.approx(zero.reference(Case())[0]["loss"], abs=1e-6)
 
 
-def test_a_rehearsal_compiles_nothing(server: Server, tmp_path: Path) -> None:
+def test_a_rehearsal_compiles_nothing(server, tmp_path):
     """Not even with offload; and without a compiler, or where a lock is left over, it runs."""
     extensions = tmp_path / "extensions"
     lock = extensions / "deepspeed_shm_comm" / "lock"

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ REHEARSE, UNDER_FSDP2 = FENCES[PLACE].text.splitlines()
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[str], str]:
+def run(tmp_path):
     """Gives a command as the page has it, and returns what it prints."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
-    def given(line: str) -> str:
+    def given(line):
         done = subprocess.run(
             ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
@@ -33,13 +32,13 @@ def run(tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_finds_the_same_bytes(run: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_rehearsal_finds_the_same_bytes(run, tmp_path):
     assert pages.prints(FENCES[PLACE + 1].text, run(REHEARSE))
     assert [file.name for file in tmp_path.iterdir()] == ["configs"]  # and leaves nothing
 
 
 @pytest.mark.slow
-def test_a_rehearsal_under_fsdp2_finds_the_same_numbers(run: Callable[[str], str]) -> None:
+def test_a_rehearsal_under_fsdp2_finds_the_same_numbers(run):
     straight, killed, resumed, batches, losses, verdict = run(UNDER_FSDP2).splitlines()
     assert (straight, resumed) == ("straight   ddp, 2 processes", "resumed    fsdp2, 2 processes")
     assert killed == "killed     in step 6, resumed from step-00000003"

@@ -24,7 +24,7 @@ COMMANDS = {
 SOME = ("fsdp2", "zero2")
 
 
-def test_there_is_a_line_for_every_file() -> None:
+def test_there_is_a_line_for_every_file():
     assert set(COMMANDS) == {path.stem for path in CONFIGS.glob("*.yaml")}
     assert len(COMMANDS) == len(pages.command_lines(FENCE.text))
 
@@ -33,7 +33,7 @@ def test_there_is_a_line_for_every_file() -> None:
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in COMMANDS],
 )
-def test_a_launch_file_is_rehearsed_on_cpus(name: str, tmp_path: Path) -> None:
+def test_a_launch_file_is_rehearsed_on_cpus(name, tmp_path):
     for folder in ("configs", "accelerate_configs", "scripts"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     line = f"{COMMANDS[name]} training.steps=2 evaluation.prompts=[]"

@@ -1,13 +1,12 @@
 """The files of configs/finetune/, each trained for two steps by the command in its first lines."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 from helpers.bases import ENTRIES, save_base
 from helpers.chats import rows_of
 from helpers.corpus import articles, write_jsonl, write_parquet
-from helpers.ranks import ROOT, Server
+from helpers.ranks import ROOT
 from helpers.tiny import lines, status
 
 SHORTER = (
@@ -26,7 +25,7 @@ TRAINED = {
 }
 
 
-def command(name: str) -> list[str]:
+def command(name):
     """The words of the command that a file begins with."""
     text = (ROOT / "configs" / "finetune" / f"{name}.yaml").read_text("utf-8")
     (found,) = (line for line in text.splitlines() if line.startswith("#   llmtrain "))
@@ -34,7 +33,7 @@ def command(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(server, tmp_path_factory):
     """All of them were trained here, beside each other."""
     place = tmp_path_factory.mktemp("finetune")
     (place / "configs").symlink_to(ROOT / "configs")
@@ -48,12 +47,12 @@ def folder(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_there_is_a_row_for_each_file() -> None:
+def test_there_is_a_row_for_each_file():
     assert {path.stem for path in (ROOT / "configs" / "finetune").iterdir()} == TRAINED.keys()
 
 
 @pytest.mark.parametrize("name", list(TRAINED))
-def test_a_config_trains_and_saves_what_it_says(folder: Path, name: str) -> None:
+def test_a_config_trains_and_saves_what_it_says(folder, name):
     run_dir = folder / "runs" / name
     found = status(run_dir)
     assert (found["state"], found["step"]) == ("finished", 2)

@@ -16,8 +16,8 @@ import pytest
 from helpers import pages, runs, used
 from helpers.chats import rows_of
 from helpers.corpus import articles, write_jsonl, write_parquet
-from helpers.pages import Fence, prints
-from helpers.ranks import ROOT, Server
+from helpers.pages import prints
+from helpers.ranks import ROOT
 
 from llmtrain.rundir import contents, record
 
@@ -29,7 +29,7 @@ PAGES = [page for page in pages.by_hand() if any(fence.runs for fence in pages.f
 
 
 @pytest.fixture(scope="module")
-def quickstart(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quickstart(server, tmp_path_factory):
     """A run of configs/quickstart.yaml: 20 steps, checkpoints after 10 and 20."""
     folder = tmp_path_factory.mktemp("quickstart")
     (folder / "configs").symlink_to(ROOT / "configs")
@@ -38,7 +38,7 @@ def quickstart(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "runs" / "quickstart"
 
 
-def finished(folder: Path) -> None:
+def finished(folder):
     """The record of a run that nobody trained."""
     seed = 42 if folder.name == "a" else 7
     config = (ROOT / "configs" / "quickstart.yaml").read_text("utf-8")
@@ -57,9 +57,7 @@ GIVEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_does_what_it_shows(
-    page: str, server: Server, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_page_does_what_it_shows(page, server, tmp_path, request):
     fences = pages.fences(page)
     text = "\n".join(fence.text for fence in fences if fence.runs)
     for name in FOLDERS:
@@ -79,7 +77,7 @@ def test_a_page_does_what_it_shows(
             check(fence, printed)
 
 
-def test_a_run_has_the_files_and_fields_of_the_reference(quickstart: Path) -> None:
+def test_a_run_has_the_files_and_fields_of_the_reference(quickstart):
     named = {path.partition("/")[0] for path in contents.WORDS}
     assert {path.name for path in quickstart.iterdir()} <= named
     found: dict[str, set[str]] = {}
@@ -90,7 +88,7 @@ def test_a_run_has_the_files_and_fields_of_the_reference(quickstart: Path) -> No
     assert found == expected
 
 
-def give(server: Server, folder: Path, fence: Fence) -> str:
+def give(server, folder, fence):
     """Run a fence; what it printed."""
     if fence.language == "python":
         (folder / "program.py").write_text(fence.text, "utf-8")
@@ -103,7 +101,7 @@ def give(server: Server, folder: Path, fence: Fence) -> str:
     return printed
 
 
-def command(server: Server, folder: Path, line: str) -> str:
+def command(server, folder, line):
     """Give a line of a page, and return what it prints; it must end with 0."""
     words = shlex.split(line)
     launches = {"--processes", "--accelerate", "--"} & set(words) or set("|&;<>$") & set(line)
@@ -118,7 +116,7 @@ def command(server: Server, folder: Path, line: str) -> str:
     return done.stdout
 
 
-def check(fence: Fence, printed: str) -> None:
+def check(fence, printed):
     """Compare what a page shows with what was printed."""
     compare = fence.options.get("compare", "")
     if compare != "no" and not prints(fence.text, printed, exact=compare == "exact"):

@@ -8,31 +8,31 @@ from pathlib import Path
 
 import pytest
 from helpers import pages, used
-from helpers.ranks import ROOT, Server
+from helpers.ranks import ROOT
 from helpers.tiny import lines, status
 
 FOLDERS = ("configs", "accelerate_configs", "scripts")
 
 
-def commands() -> list[str]:
+def commands():
     """The lines of all bash fences."""
     fences = (fence for fence in pages.fences("README.md") if fence.language == "bash")
     return [line for fence in fences for line in pages.command_lines(fence.text)]
 
 
-def command(word: str) -> str:
+def command(word):
     (found,) = (line for line in commands() if word in line)
     return found
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     for name in FOLDERS:
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
-def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(line, folder):
     """As a person would who has activated the environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
@@ -42,7 +42,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow  # all 500 steps; the first 20 are below
-def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
+def test_the_two_process_command_trains_the_quickstart(checkout):
     ended = run(command("accelerate_configs/cpu.yaml"), checkout)
     assert ended.returncode == 0, ended.stderr
     run_dir = checkout / "runs" / "two"
@@ -58,7 +58,7 @@ def test_the_two_process_command_trains_the_quickstart(checkout: Path) -> None:
     assert known_words(" ".join(written)) >= 0.8, written
 
 
-def test_the_two_process_command_begins_the_quickstart(checkout: Path) -> None:
+def test_the_two_process_command_begins_the_quickstart(checkout):
     line = f"{command('accelerate_configs/cpu.yaml')} training.steps=20 evaluation.every_steps=20"
     ended = run(line, checkout)
     assert ended.returncode == 0, ended.stderr
@@ -71,7 +71,7 @@ def test_the_two_process_command_begins_the_quickstart(checkout: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def known_words(text: str) -> float:
+def known_words(text):
     """Share of a text's words that stand in the built-in encyclopedia."""
     import re
 
@@ -85,7 +85,7 @@ def known_words(text: str) -> float:
     return sum(word in known for word in words) / len(words)
 
 
-def test_own_text_trains_with_the_command_that_names_it(server: Server, checkout: Path) -> None:
+def test_own_text_trains_with_the_command_that_names_it(server, checkout):
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,11 +1,10 @@
 """scripts/story.py in short: a tiny model, a few steps, own articles and conversations."""
 
 import json
-from pathlib import Path
 
 from helpers.chats import rows_of
 from helpers.corpus import articles, write_jsonl, write_parquet
-from helpers.ranks import ROOT, Server
+from helpers.ranks import ROOT
 from helpers.tiny import lines
 
 BASE = (
@@ -26,9 +25,7 @@ FIGURES = {
 }
 
 
-def test_a_model_is_pretrained_adapted_measured_exported_and_answers(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_model_is_pretrained_adapted_measured_exported_and_answers(server, tmp_path):
     write_parquet(tmp_path / "articles.parquet", articles(400))
     write_jsonl(tmp_path / "train.jsonl", rows_of(60))
     write_jsonl(tmp_path / "heldout.jsonl", rows_of(12, first=1000))
@@ -47,7 +44,7 @@ def test_a_model_is_pretrained_adapted_measured_exported_and_answers(
     compare_with_the_plan(server, tmp_path, tmp_path / "story" / "tuned")
 
 
-def compare_with_the_plan(server: Server, folder: Path, run_dir: Path) -> None:
+def compare_with_the_plan(server, folder, run_dir):
     """What `llmtrain plan` counts of the adapters is what the run trains and saves."""
     config = str(ROOT / "configs" / "finetune" / "chat_lora.yaml")
     words = ["plan", config, "model.from=story/base", "data.sources.0.path=train.jsonl", "--json"]

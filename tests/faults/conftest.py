@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,20 @@ from typing import Any
 import pytest
 from helpers import fault_matrix
 from helpers.faults import FaultyRun, Outcome, faulty_config
-from helpers.ranks import Server
 
 _RUNS = pytest.StashKey[list[FaultyRun]]()
 _RESULTS: dict[str, dict[str, Any]] = {}  # by test
 
 
 @pytest.fixture
-def faulty(
-    server: Server, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., FaultyRun]]:
+def faulty(server, tmp_path, request):
     """`faulty(world_size=2, strategy="ddp", name="a", **changes)`: a run that has not started.
 
     Several in one test need several names. Behind the test each is checked, see `check_clean`.
     """
     runs = request.node.stash.setdefault(_RUNS, [])
 
-    def make(
-        world_size: int = 2, strategy: str = "ddp", name: str = "a", **changes: Any
-    ) -> FaultyRun:
+    def make(world_size=2, strategy="ddp", name="a", **changes):
         folder = tmp_path / name
         config = faulty_config(folder / "run", world_size, strategy, **changes)
         runs.append(FaultyRun(server, folder, world_size, config))
@@ -53,13 +47,11 @@ def faulty(
 
 
 @pytest.fixture(scope="session")
-def straight_run(
-    server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int, str], FaultyRun]:
+def straight_run(server, tmp_path_factory):
     """`straight_run(2)`: a run that nothing has struck, from its first to its last step."""
     known: dict[tuple[int, str], FaultyRun] = {}
 
-    def made(world_size: int = 2, strategy: str = "ddp") -> FaultyRun:
+    def made(world_size=2, strategy="ddp"):
         key = (world_size, strategy)
         if key not in known:
             folder = tmp_path_factory.mktemp(f"straight-{world_size}-{strategy}")
@@ -74,11 +66,11 @@ def straight_run(
 
 
 @pytest.fixture(scope="session")
-def straight(straight_run: Callable[[int, str], FaultyRun]) -> Callable[[int, str], Outcome]:
+def straight(straight_run):
     """`straight(2)`, `straight(3, "fsdp2")`: what the run that nothing strikes ends with."""
     known: dict[tuple[int, str], Outcome] = {}
 
-    def outcome(world_size: int = 2, strategy: str = "ddp") -> Outcome:
+    def outcome(world_size=2, strategy="ddp"):
         key = (world_size, strategy)
         if key not in known:
             known[key] = straight_run(*key).outcome()
@@ -88,12 +80,10 @@ def straight(straight_run: Callable[[int, str], FaultyRun]) -> Callable[[int, st
 
 
 @pytest.fixture
-def finished(
-    faulty: Callable[..., FaultyRun], straight_run: Callable[[int, str], FaultyRun]
-) -> Callable[..., FaultyRun]:
+def finished(faulty, straight_run):
     """`finished(2)`: a copy of the straight run's directory, to be damaged and started again."""
 
-    def copied(world_size: int = 2, strategy: str = "ddp", **changes: Any) -> FaultyRun:
+    def copied(world_size=2, strategy="ddp", **changes):
         run = faulty(world_size, strategy, **changes)
         shutil.copytree(straight_run(world_size, strategy).run_dir, run.run_dir)
         return run
@@ -102,7 +92,7 @@ def finished(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item):
     """A failure says how to see it again."""
     report = yield
     runs = item.stash.get(_RUNS, [])
@@ -115,7 +105,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report):
     """Keep what became of a test of a scenario; a failure in any phase counts."""
     if not fault_matrix.ids(report.nodeid):
         return
@@ -130,14 +120,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     known["note"] = dict(report.user_properties).get("histogram", known["note"])
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """What random faults struck."""
     for one in _RESULTS.values():
         if one["outcome"] == "passed" and one["note"]:
             terminalreporter.write_line(f"{one['test']}\n{one['note']}")
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Write results and page, where that is asked for."""
     if os.environ.get("FAULTS_REPORT") != "1" or hasattr(session.config, "workerinput"):
         return
@@ -154,7 +144,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     fault_matrix.PAGE.write_text(fault_matrix.page(found), encoding="utf-8")
 
 
-def _machine() -> dict[str, Any]:
+def _machine():
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")

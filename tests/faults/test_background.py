@@ -5,13 +5,13 @@ from contextlib import suppress
 
 import pytest
 from helpers import rings
-from helpers.faults import KILLED, FaultyRun
+from helpers.faults import KILLED
 
 ALL = {"checkpoint__keep_last": 99}
 BESIDE = {"checkpoint__background": True}
 
 
-def files(run: FaultyRun) -> dict[str, str]:
+def files(run):
     """Every tensor file of every checkpoint, as a digest."""
     found = sorted(run.checkpoints.glob("step-*/*.safetensors"))
     return {

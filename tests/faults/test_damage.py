@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from helpers.damage import DAMAGES, files_of, flip, flip_the_middle, sign, struck
-from helpers.faults import FaultyRun
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import format as form
@@ -14,7 +13,7 @@ from llmtrain.checkpoint import read
 NEWEST, OLDER = "step-00000024", "step-00000020"
 
 
-def refused(run: FaultyRun, *overrides: str, faults: str = "") -> str:
+def refused(run, *overrides, faults=""):
     """A start with one process that ends with code 2; what it said."""
     before = len(run.output())
     assert run.launch(faults, *overrides, world_size=1) == [2], run.output()
@@ -23,7 +22,7 @@ def refused(run: FaultyRun, *overrides: str, faults: str = "") -> str:
     return said
 
 
-def found_without(run: FaultyRun, file: str, damage: object) -> tuple[str, str]:
+def found_without(run, file, damage):
     """What a search finds while a file of the newest is damaged, and why it set that aside."""
     heard: list[str] = []
     with struck(run.checkpoints / NEWEST / file, damage):
@@ -51,7 +50,7 @@ def test_f19_a_flipped_bit_in_any_file_is_found_and_named(finished):
             assert file in said
 
 
-def goes_on_from_the_older_one(run: FaultyRun, file: str, straight: object) -> None:
+def goes_on_from_the_older_one(run, file, straight):
     assert run.launch() == [0, 0], run.output()
     assert run.resumed()[-1] == OLDER
     (event,) = run.events("checkpoint_quarantined")

@@ -4,7 +4,6 @@ import math
 
 import pytest
 from helpers.faults import DROPOUT, KILLED, FaultyRun, faulty_config
-from helpers.ranks import Server
 
 # Sums in another order differ in their last digits; dropout draws other masks.
 EXACT = DROPOUT | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -12,7 +11,7 @@ BLOCKS = 12  # of a step: one, two and three processes share them
 
 
 @pytest.fixture(scope="module")
-def unmoved(server: Server, tmp_path_factory: pytest.TempPathFactory) -> FaultyRun:
+def unmoved(server, tmp_path_factory):
     """The run on two processes under DDP that nothing strikes, at its end."""
     folder = tmp_path_factory.mktemp("unmoved")
     asked = {"training__global_batch_size": BLOCKS, "model__config": EXACT}
@@ -22,7 +21,7 @@ def unmoved(server: Server, tmp_path_factory: pytest.TempPathFactory) -> FaultyR
     return run
 
 
-def agree(found: FaultyRun, expected: FaultyRun) -> None:
+def agree(found, expected):
     """The same batches, and the same losses up to the order of sums."""
     assert found.outcome().batches == expected.outcome().batches
     one, other = ([line["loss"] for line in run.lines("train")] for run in (found, expected))
@@ -30,7 +29,7 @@ def agree(found: FaultyRun, expected: FaultyRun) -> None:
     assert one == pytest.approx(other, abs=1e-5)
 
 
-def names(*steps: int) -> list[str | None]:
+def names(*steps):
     """What the first start, and those behind it, resume from."""
     return [None, *(f"step-{step:08d}" for step in steps)]
 
@@ -98,7 +97,7 @@ def test_f43_what_changes_the_run_is_refused_and_what_does_not_is_taken(faulty):
     assert "the learning rate is 0.00" in run.output()
 
 
-def cosine(steps: int, step: int) -> float:
+def cosine(steps, step):
     """From 1e-3 down to a tenth of it, behind five steps of warm-up."""
     share = (step - 5) / (steps - 5)
     return 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2)

@@ -4,19 +4,17 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import zero
-from helpers.faults import FaultyRun
-from helpers.ranks import Server, until
+from helpers.ranks import until
 from helpers.striking import HUNG, through
 from helpers.zero import Case
 
 HURRIED = through(hurried=True)
 
 
-def log(run: FaultyRun, rank: int) -> str:
+def log(run, rank):
     return (run.run_dir / "logs" / f"rank-{rank}.log").read_text()
 
 
@@ -87,7 +85,7 @@ BAD_STEP = 2
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
-def skipping(strategy: str, root: Path) -> dict[str, Case]:
+def skipping(strategy, root):
     """One rank's loss is NaN in a step, every rank's is, and the step never was."""
     case = Case(strategy, forbid="loss", bad_step=BAD_STEP, steps=4)
     cases = {
@@ -102,7 +100,7 @@ def skipping(strategy: str, root: Path) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def skipped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def skipped(server, tmp_path_factory):
     """(strategy, who) → what it came to, and digests of its weights and moments."""
     root = tmp_path_factory.mktemp("skipped")
     cases = {
@@ -170,7 +168,7 @@ def test_f45_replicas_that_differ_are_not_saved(faulty, straight):
     assert run.outcome() == straight(2)
 
 
-def worker_dies(faulty, block: int):
+def worker_dies(faulty, block):
     """A run on one process whose data worker dies before that block, and that nothing has saved."""
     asked = {"data__workers": 1, "checkpoint__every_steps": 1000, "checkpoint__keep_best": 0}
     return faulty(1, **asked), f"worker.block@nth={block}=kill"

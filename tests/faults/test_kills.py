@@ -3,12 +3,12 @@
 import shutil
 
 import pytest
-from helpers.faults import KILLED, FaultyRun
+from helpers.faults import KILLED
 
 FIRST, SECOND = "step-00000004", "step-00000008"
 
 
-def killed_then_finished(run: FaultyRun, fault: str, rank: int, newest: str) -> None:
+def killed_then_finished(run, fault, rank, newest):
     """One rank dies at step 8's save; `newest` is what counts then, and the same command ends."""
     codes = run.launch(fault)
     assert codes == [KILLED if one == rank else 75 for one in range(run.world_size)]

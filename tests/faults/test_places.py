@@ -12,7 +12,7 @@ import psutil
 import pytest
 from helpers import small_disk
 from helpers.damage import copy_as, files_of
-from helpers.faults import KILLED, FaultyRun
+from helpers.faults import KILLED
 from helpers.ranks import until
 
 from llmtrain.hashing import mix
@@ -108,7 +108,7 @@ def test_a_run_directory_that_is_deleted_during_the_run_is_there_again_at_the_ne
     assert run.resumed() == [None, "step-00000024"]
 
 
-def open_files(pid: int) -> set[str]:
+def open_files(pid):
     return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}  # noqa: PTH115
 
 
@@ -127,7 +127,7 @@ def test_f27_no_child_of_a_run_keeps_its_lock(faulty):
     assert not notes.exists(), notes.read_text()
 
 
-def killed(run: FaultyRun) -> Path:
+def killed(run):
     """Start it, kill it behind its first checkpoint; the lock file that it leaves."""
     assert run.launch("loop.step@step=6=kill") == [KILLED]
     assert json.loads((run.run_dir / "lock").read_text())["pid"]
@@ -162,7 +162,7 @@ def test_f29_a_lock_of_another_host_counts_while_its_beat_moves(faulty, moving):
     file.write_text(json.dumps(other))
     ended = threading.Event()
 
-    def beat() -> None:
+    def beat():
         for number in range(10_000):
             if ended.wait(0.5):
                 return
@@ -189,7 +189,7 @@ def test_f29_a_lock_of_another_host_counts_while_its_beat_moves(faulty, moving):
 def test_f30_no_clock_decides_anything(faulty, straight):
     run = faulty(2)
 
-    def shuffled() -> None:
+    def shuffled():
         """Times of change in another order than the names."""
         for number, path in enumerate(sorted(run.checkpoints.rglob("*"))):
             os.utime(path, (1e9, 1e9 + mix(30, number) / 2**35))

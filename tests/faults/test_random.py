@@ -46,17 +46,17 @@ class Draw:
     overrides: tuple[str, ...]
 
 
-def seed_and_count(count: int) -> tuple[int, int]:
+def seed_and_count(count):
     """Another seed each time, unless the environment gives one."""
     seed = int(os.environ.get("FAULTS_SEED", time.time_ns() % 10**9))
     return seed, int(os.environ.get("FAULTS_COUNT", count))
 
 
-def pick(options: tuple[str, ...], *key: int) -> str:
+def pick(options, *key):
     return options[mix(*key) % len(options)]
 
 
-def where(seed: int, number: int, resumed: int) -> tuple[str, str]:
+def where(seed, number, resumed):
     """The kind of place, and the point with its condition but without its rank."""
     chance, extra = mix(seed, number, 1) % 100, mix(seed, number, 3)
     if resumed and chance < 16:
@@ -75,12 +75,12 @@ def where(seed: int, number: int, resumed: int) -> tuple[str, str]:
     return "step", f"{point}@step={resumed + 2 + extra % 6}{second}"
 
 
-def following(step: int, every: int) -> int:
+def following(step, every):
     """The next step behind `step` at which something is due."""
     return (step // every + 1) * every
 
 
-def draw(seed: int, number: int, resumed: int, world_size: int) -> Draw:
+def draw(seed, number, resumed, world_size):
     """The kill of start `number`, which goes on from step `resumed` (0: from the beginning)."""
     place, point = where(seed, number, resumed)
     rank = mix(seed, number, 5) % (world_size + 1)  # world_size: all of them
@@ -91,13 +91,13 @@ def draw(seed: int, number: int, resumed: int, world_size: int) -> Draw:
     return Draw(place, f"{point}{struck}=kill", (f"checkpoint.background={background}",))
 
 
-def newest_step(run: FaultyRun) -> int:
+def newest_step(run):
     """What the next start goes on from; 0: from the beginning."""
     names = run.names() if run.checkpoints.is_dir() else []
     return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
 
 
-def long_run(make: Make, world_size: int, steps: int, name: str = "struck") -> FaultyRun:
+def long_run(make, world_size, steps, name="struck"):
     """A run of so many steps."""
     run = make(world_size, name=name, training__steps=steps, evaluation__every_steps=EVALUATE_EVERY)
     run.config["distributed"]["timeout_minutes"] = 1.0  # how long peers of a killed one may wait
@@ -105,14 +105,14 @@ def long_run(make: Make, world_size: int, steps: int, name: str = "struck") -> F
     return run
 
 
-def compare(make: Make, run: FaultyRun, seed: int) -> None:
+def compare(make, run, seed):
     """With the same training that nothing strikes."""
     expected = long_run(make, run.world_size, run.config["training"]["steps"], "straight")
     assert expected.launch() == [0] * run.world_size
     assert run.outcome() == expected.outcome(), f"FAULTS_SEED={seed}"
 
 
-def kills(make: Make, note: Note, world_size: int, wanted: int) -> list[Draw]:
+def kills(make, note, world_size, wanted):
     """A training in which each start was killed, as often as wanted, and that was finished then."""
     seed, count = seed_and_count(wanted)
     note("replay", f"FAULTS_SEED={seed} FAULTS_COUNT={count}")
@@ -129,12 +129,12 @@ def kills(make: Make, note: Note, world_size: int, wanted: int) -> list[Draw]:
     return drawn
 
 
-def behind_first_step(drawn: list[Draw]) -> int:
+def behind_first_step(drawn):
     """How many struck when their start had finished a step."""
     return sum(one.place in ("step", "save", "evaluation") for one in drawn)
 
 
-def histogram(seed: int, drawn: list[Draw]) -> str:
+def histogram(seed, drawn):
     """How many struck where."""
     places, points = Counter(one.place for one in drawn), Counter(point(one) for one in drawn)
     head = ", ".join(f"{place} {times}" for place, times in sorted(places.items()))
@@ -143,7 +143,7 @@ def histogram(seed: int, drawn: list[Draw]) -> str:
     return "\n".join([f"seed {seed}, {len(drawn)} faults: {head}; {later}", *lines])
 
 
-def point(one: Draw) -> str:
+def point(one):
     return one.fault.split("@")[0]
 
 
@@ -164,7 +164,7 @@ def test_f48_a_hundred_random_kills_end_in_the_bits_of_a_straight_run(
         assert behind_first_step(drawn) >= 50
 
 
-def soaking(seed: int, number: int, resumed: int, world_size: int) -> tuple[str, str]:
+def soaking(seed, number, resumed, world_size):
     """An action and the faults of a start, which ends with an agreed stop if not before."""
     action = pick(SOAK, seed, number, 1)
     rank = mix(seed, number, 2) % world_size
@@ -184,7 +184,7 @@ def soaking(seed: int, number: int, resumed: int, world_size: int) -> tuple[str,
     return action, f"{fault};{stop}"
 
 
-def damage(run: FaultyRun, action: str, *key: int) -> str:
+def damage(run, action, *key):
     """Flip a bit of one file of the newest checkpoint, or cut it in half; its name."""
     files = sorted(path for path in run.newest().rglob("*") if path.is_file())
     path = files[mix(*key, 5) % len(files)]
@@ -218,7 +218,7 @@ def test_f48_a_soak_of_faults_of_any_kind_ends_in_the_bits_of_a_straight_run(
     compare(faulty, run, seed)
 
 
-def allowed(action: str) -> set[int]:
+def allowed(action):
     """The codes that ranks may end with."""
     match action:
         case "kill":

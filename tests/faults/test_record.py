@@ -4,11 +4,10 @@ import re
 import shlex
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from helpers import launcher, tiny
-from helpers.faults import KILLED, STEPS, FaultyRun
+from helpers.faults import KILLED, STEPS
 
 from llmtrain.report import verdict
 from llmtrain.report.collect import collect
@@ -20,7 +19,7 @@ KINDS = ("train", "eval", "sample", "checkpoint")
 
 
 @pytest.fixture
-def killed_twice(faulty) -> FaultyRun:
+def killed_twice(faulty):
     """A finished run whose first two starts were killed some steps after a checkpoint."""
     run = faulty(1)
     run.config["evaluation"]["prompts"] = ["The planet\nof two lines", 'say "a = b"']
@@ -30,7 +29,7 @@ def killed_twice(faulty) -> FaultyRun:
     return run
 
 
-def redone_steps(run_dir: Path) -> list[tuple[int, int]]:
+def redone_steps(run_dir):
     """By hand: the steps with a line that the next start went back behind."""
     found, last = [], 0
     for line in record.record(run_dir):
@@ -44,8 +43,8 @@ def redone_steps(run_dir: Path) -> list[tuple[int, int]]:
 
 
 def test_a_run_that_was_killed_twice_accounts_for_each_second_and_logs_a_line_a_record(
-    killed_twice: FaultyRun,
-) -> None:
+    killed_twice,
+):
     run = killed_twice
     tables = collect(run.run_dir)
     owned = {owner: share for owner, share, _ in shares(tables.stretches)}
@@ -77,7 +76,7 @@ def test_a_run_that_was_killed_twice_accounts_for_each_second_and_logs_a_line_a_
     assert any(r"prompt=The planet\nof two lines" in one for one in records)
 
 
-def test_the_last_lines_are_ours_what_where_what_to_do_and_the_log(faulty) -> None:
+def test_the_last_lines_are_ours_what_where_what_to_do_and_the_log(faulty):
     """A defect on rank 1 under llmtrain's own launcher, whose torch prints tracebacks, too."""
     run = faulty(2)
     path = tiny.write_config(run.folder, run.config)

@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import rings
-from helpers.faults import KILLED, FaultyRun
+from helpers.faults import KILLED
 from helpers.ranks import ROOT, until
 from helpers.tiny import write_config
 
@@ -27,7 +26,7 @@ sys.exit(supervise(sys.argv[1:], None, say, Waits(first=0.1)).exit_code)
 SHORT = {"training__steps": 8, "checkpoint__every_steps": 2, "evaluation__every_steps": 1000}
 
 
-def marks(run: FaultyRun) -> dict[str, tuple[int, bool]]:
+def marks(run):
     """Code of each mark, and whether it was left for a lost peer."""
     found = {}
     for path in sorted((run.run_dir / "logs").glob("rank-*.failed")):
@@ -61,9 +60,7 @@ def test_a_defect_of_another_rank_is_what_the_run_failed_of(faulty):
     assert marks(run) == {"rank-0": (75, True), "rank-1": (1, False)}
 
 
-def launched(
-    run: FaultyRun, command: list[str], faults: str = ""
-) -> tuple[subprocess.Popen[bytes], Path]:
+def launched(run, command, faults=""):
     """Start a command for the run; what it prints is in the file."""
     path = write_config(run.folder, run.config)
     output = run.folder / "launcher.txt"
@@ -76,7 +73,7 @@ def launched(
     return process, output
 
 
-def supervised(run: FaultyRun, faults: str = "") -> tuple[int, str]:
+def supervised(run, faults=""):
     """`llmtrain supervise -- accelerate launch …`, with short waits: its code, what it said."""
     process, output = launched(run, [sys.executable, "-c", SUPERVISE, *LAUNCH, TRAIN], faults)
     code = process.wait()

@@ -1,22 +1,20 @@
 """What the disk refuses while a checkpoint is written: an event, and training goes on."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 from helpers import small_disk
-from helpers.faults import FaultyRun
 
 ROOM = "size=24m"  # of which the tiny run needs less than half
 INODES = "nr_inodes=160"
 
 
-def failed_at(run: FaultyRun) -> dict[int, str]:
+def failed_at(run):
     """Steps whose save failed, and why."""
     return {event["step"]: event["failures"] for event in run.events("save_failed")}
 
 
-def saved_at(run: FaultyRun) -> list[int]:
+def saved_at(run):
     return [line["step"] for line in run.lines("checkpoint")]
 
 
@@ -31,7 +29,7 @@ def test_f14_no_room_is_an_event_and_training_goes_on(faulty, straight):
     assert run.outcome() == straight(2)
 
 
-def on_a_disk(run: FaultyRun, kind: str) -> Any:
+def on_a_disk(run, kind):
     """A file system for `run/` that can fill up, or none where only files are limited."""
     options = {"room": ROOM, "everything": ROOM, "inodes": INODES}.get(kind)
     at = run.folder / "run"

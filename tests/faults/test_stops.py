@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.faults import FaultyRun, Launch
+from helpers.faults import Launch
 from helpers.launcher import ACCELERATE, CONFIGS, SCRIPT
 from helpers.ranks import ROOT, until
 from helpers.tiny import write_config
@@ -17,7 +17,7 @@ from llmtrain.rundir import contents, record
 SLOW = ";".join(f"loop.step@step={step}=delay:2" for step in range(6, 14))
 
 
-def stopped(run: FaultyRun, codes: list[int], reason: str = "signal") -> int:
+def stopped(run, codes, reason="signal"):
     """Check a stop that left a checkpoint; the step that it came behind."""
     assert codes == [0, 0], run.output()
     found = run.status()
@@ -34,7 +34,7 @@ def stopped(run: FaultyRun, codes: list[int], reason: str = "signal") -> int:
     return int(found["step"])
 
 
-def stopped_without_a_step(run: FaultyRun, codes: list[int], before: list[str]) -> None:
+def stopped_without_a_step(run, codes, before):
     """Check a stop before the first step of a start: the checkpoints are those of `before`."""
     assert codes == [0, 0], run.output()
     assert (run.status()["state"], run.status()["reason"]) == ("stopped", "signal")
@@ -62,7 +62,7 @@ def test_f38_a_stop_in_any_phase_leaves_a_complete_checkpoint_and_changes_no_bit
     assert run.outcome() == straight(2)
 
 
-def accelerate_launch(run: FaultyRun, faults: str, *overrides: str) -> subprocess.Popen[bytes]:
+def accelerate_launch(run, faults, *overrides):
     """The run under a real launcher, as the README starts it."""
     path = write_config(run.folder, run.config)
     run.launches.append(Launch(faults, overrides))
@@ -78,16 +78,16 @@ def accelerate_launch(run: FaultyRun, faults: str, *overrides: str) -> subproces
         )
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def has_trained(run: FaultyRun, step: int) -> bool:
+def has_trained(run, step):
     logged = run.lines("train") if (run.run_dir / contents.METRICS).exists() else []
     return bool(logged) and int(logged[-1]["step"]) >= step
 
 
-def ended(run: FaultyRun) -> list[int]:
+def ended(run):
     """Wait until no process of a launch is left; the run's own code, for as many ranks."""
     until(lambda: not run.processes(), "the end of all processes of the launch")
     return [run.status()["exit_code"]] * 2
@@ -171,7 +171,7 @@ def test_f40_a_stop_file_ends_the_run_and_is_deleted(faulty, straight):
     assert run.outcome() == straight(2)
 
 
-def asked_for(run: FaultyRun) -> list[int]:
+def asked_for(run):
     """The steps that were saved although no period said so."""
     return [line["step"] for line in run.lines("checkpoint") if line["reason"] == "asked"]
 

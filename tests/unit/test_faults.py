@@ -27,11 +27,11 @@ def _inert_again():
     faults.install({})
 
 
-def install(text: str, rank: int | None = None) -> None:
+def install(text, rank=None):
     faults.install({"LLMTRAIN_FAULTS": text} | ({} if rank is None else {"RANK": str(rank)}))
 
 
-def struck(times: int, point: str = "save.fsync", **of_hit: object) -> list[int]:
+def struck(times, point="save.fsync", **of_hit):
     """Which of so many calls, from 1, raised."""
     found = []
     for call in range(1, times + 1):
@@ -42,7 +42,7 @@ def struck(times: int, point: str = "save.fsync", **of_hit: object) -> list[int]
     return found
 
 
-def ended(faults_text: str, code: str, **env: str) -> subprocess.CompletedProcess[str]:
+def ended(faults_text, code, **env):
     """A process that takes up the faults and then does `code`."""
     start = "import os; from llmtrain import faults; faults.install(os.environ)\n"
     env = {"PYTHONPATH": str(ROOT), "LLMTRAIN_FAULTS": faults_text, **env}
@@ -357,7 +357,7 @@ def test_faults_that_do_not_parse_are_refused_with_the_grammar(tmp_path, monkeyp
 # The package.
 
 
-def hits() -> list[str]:
+def hits():
     """The point of each `faults.hit` in the package."""
     return [
         node.args[0].value

@@ -8,9 +8,7 @@ import io
 import json
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +55,7 @@ JSON: tuple[Any, ...] = (
 PASSES = (UserError, RunError)
 
 
-def some(cases: list[Any], of: int) -> list[Any]:
+def some(cases, of):
     """This many of the cases, drawn with a seed; of these a slice unless all are asked for."""
     drawn = np.random.default_rng(43).permutation(len(cases))[:of]
     everything = settings().max_examples > settings.get_profile("default").max_examples
@@ -72,7 +70,7 @@ def check():
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures)
 
 
-def _failures(what: object, action: Callable[[], object]) -> Iterator[str]:
+def _failures(what, action):
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             action()
@@ -85,7 +83,7 @@ def _failures(what: object, action: Callable[[], object]) -> Iterator[str]:
         yield f"{what!r}: {type(error).__name__}: {said} ({place.filename}, line {place.lineno})"
 
 
-def mutations(value: Any, rng: np.random.Generator) -> Any:
+def mutations(value, rng):
     """A copy of a JSON value in which one place is something else, or gone, or there twice."""
     places = list(_places(value))
     path = places[int(rng.integers(len(places)))]
@@ -103,7 +101,7 @@ def mutations(value: Any, rng: np.random.Generator) -> Any:
     return copy
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _places(value, path=()):
     items = (
         value.items()
         if isinstance(value, dict)
@@ -122,7 +120,7 @@ def test_config_values(tmp_path, check):
     for name, value in some(list(product(names, VALUES)), 4000):
         override = f"{name}={value}"
 
-        def start(override: str = override) -> None:
+        def start(override=override):
             config = load_config(path, [override])
             plan(config)
 
@@ -174,7 +172,7 @@ def test_rows(tmp_path, tokenizer, check):
             text = "\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]"
             path.write_text(text)
 
-            def start(path: Path = path, skip: str = skip) -> None:
+            def start(path=path, skip=skip):
                 config = Config.model_validate({
                     "data": {"sources": [{"path": str(path)}], "seq_len": 512, "heldout": 0.0},
                     "chat": {"bad_rows": skip},
@@ -207,7 +205,7 @@ def test_model_directories(tmp_path, check):
         shutil.rmtree(folder)
 
 
-def _damage(folder: Path, n: int, rng: np.random.Generator) -> str:
+def _damage(folder, n, rng):
     """Change one file of a model; return what was done."""
     name = (*FILES, "model.safetensors")[n % 5]
     path = folder / name
@@ -274,7 +272,7 @@ def test_templates(tmp_path, check):
         folder = chats.make(tmp_path / str(n), None, ("<|im_start|>", "<|im_end|>"))
         (folder / "chat_template.jinja").write_text(template, "utf-8", errors="surrogatepass")
 
-        def start(folder: Path = folder) -> None:
+        def start(folder=folder):
             chat = chats.open_chat(folder, 512)
             with contextlib.suppress(BadRowError):  # a row that the template cannot write
                 chat.check()

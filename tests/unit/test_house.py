@@ -164,7 +164,7 @@ def test_names_of_tests_say_what_is_promised_without_a_code():
 
 
 @cache
-def names_of_tests() -> list[str]:
+def names_of_tests():
     files = (ROOT / "tests").rglob("test_*.py")
     return [n for f in files for n in re.findall(r"^ *def (test_\w+)", f.read_text("utf-8"), re.M)]
 

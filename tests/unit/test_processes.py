@@ -3,7 +3,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ def test_cores_are_those_this_process_may_use():
         os.sched_setaffinity(0, before)
 
 
-def machine(root: Path, groups: str, mounts: str, **files: str) -> Path:
+def machine(root, groups, mounts, **files):
     """The files of a machine that say what may be used; `files`: under /sys/fs/cgroup."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(groups)

@@ -33,12 +33,12 @@ SMALLEST: dict[str, list[str]] = {
 MINUTES = {"convergence", "defaults", "speedrun", "threads"}  # on a quiet machine: less
 
 
-def test_every_program_has_its_smallest_arguments_here() -> None:
+def test_every_program_has_its_smallest_arguments_here():
     assert {path.stem for path in BENCHMARKS.glob("[a-z]*.py")} == SMALLEST.keys() | {"harness"}
 
 
 @pytest.mark.launches
-def test_every_program_and_part_imports_what_is_still_there() -> None:
+def test_every_program_and_part_imports_what_is_still_there():
     """One process for all. A part that is imported late is a module of its own, and here too."""
     modules = [path.stem for path in sorted(BENCHMARKS.glob("*.py"))]
     lines = ["import importlib", *(f"importlib.import_module({name!r})" for name in modules)]
@@ -51,7 +51,7 @@ def test_every_program_and_part_imports_what_is_still_there() -> None:
     "program",
     [pytest.param(name, marks=[pytest.mark.slow] if name in MINUTES else []) for name in SMALLEST],
 )
-def test_a_program_runs_with_its_smallest_arguments(program: str, tmp_path: Path) -> None:
+def test_a_program_runs_with_its_smallest_arguments(program, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for file in SAMPLE.glob("*.parquet"):
@@ -64,6 +64,6 @@ def test_a_program_runs_with_its_smallest_arguments(program: str, tmp_path: Path
     assert f'"bench": "{program}"' in rows.read_text("utf-8")
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(command):
     env = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)

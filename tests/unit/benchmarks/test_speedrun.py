@@ -17,7 +17,7 @@ with pytest.MonkeyPatch.context() as patch:  # it imports what lies beside it
     SPEEDRUN = runpy.run_path(str(ROOT / "benchmarks" / "speedrun.py"))
 
 
-def run(bits_per_byte: float, *marks: float) -> dict[str, object]:
+def run(bits_per_byte, *marks):
     return {
         "bits_per_byte": bits_per_byte,
         "marks": marks,
@@ -26,13 +26,13 @@ def run(bits_per_byte: float, *marks: float) -> dict[str, object]:
     }
 
 
-def test_a_step_of_the_baseline_is_the_median_of_those_in_the_middle_of_its_pieces() -> None:
+def test_a_step_of_the_baseline_is_the_median_of_those_in_the_middle_of_its_pieces():
     """Steps of 9, 8, 1, 2, 7 and 9, 8, 4, 3, 7 seconds: the first two and the last are left out."""
     pieces = [[0.0, 9.0, 17.0, 18.0, 20.0, 27.0], [5.0, 14.0, 22.0, 26.0, 29.0, 36.0]]
     assert SPEEDRUN["step_seconds"](pieces) == 2.5
 
 
-def test_the_seconds_of_a_seed_are_those_from_its_first_step_to_its_end() -> None:
+def test_the_seconds_of_a_seed_are_those_from_its_first_step_to_its_end():
     marks = [0.0, 1.0, 2.0, 4.0, 5.0]  # 300 steps of 2 seconds
     found = SPEEDRUN["summary"]([(run(2.2, 10.0, 30.0, 60.0), marks), (run(2.3, 5.0, 75.0), marks)])
     assert found["cpu_seconds_of_seeds"] == [50.0, 70.0]
@@ -44,14 +44,12 @@ def test_the_seconds_of_a_seed_are_those_from_its_first_step_to_its_end() -> Non
 
 
 @pytest.mark.parametrize(("levels", "reached"), [((2.2, 2.4), False), ((2.283, 2.284), True)])
-def test_the_mean_of_the_seeds_has_to_reach_the_level(
-    levels: tuple[float, float], reached: bool
-) -> None:
+def test_the_mean_of_the_seeds_has_to_reach_the_level(levels, reached):
     found = SPEEDRUN["summary"]([(run(level, 0.0, 1.0), [0.0, 1, 2, 3, 4]) for level in levels])
     assert found["level_reached"] is reached
 
 
-def test_each_record_is_a_config_that_loads_and_stands_on_the_page() -> None:
+def test_each_record_is_a_config_that_loads_and_stands_on_the_page():
     assert SPEEDRUN["RECORDS"]
     for name, path in SPEEDRUN["RECORDS"].items():
         given = ["run.dir=run", "data.sources=[{path: articles}]"]
@@ -59,16 +57,14 @@ def test_each_record_is_a_config_that_loads_and_stands_on_the_page() -> None:
         assert f"](../../benchmarks/speedruns/{name}.yaml)" in PAGE
 
 
-def test_the_level_is_no_easier_than_what_the_convergence_check_reaches() -> None:
+def test_the_level_is_no_easier_than_what_the_convergence_check_reaches():
     """It stays when the check is run again: records are compared with each other."""
     reached = json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text())
     above = reached["bits_per_byte"]["300"] - SPEEDRUN["LEVEL"]
     assert 0 <= above < 0.02
 
 
-def test_the_articles_are_divided_once_for_all_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_articles_are_divided_once_for_all_seeds(tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
     articles = {f"Article {n} tells of {n * 7} things." for n in range(4000)}

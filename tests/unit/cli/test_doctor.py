@@ -17,7 +17,7 @@ FAST = ["--skip", "all-reduce", "--skip", "devices", "--skip", "compiler"]
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
 
 
-def run(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None):
+def run(*arguments, cwd=ROOT, env=None):
     command = [sys.executable, "-m", "llmtrain", "doctor", *arguments]
     own = CLEAN | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | (env or {})
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=own, check=False)

@@ -22,14 +22,14 @@ CHECKPOINTS = ["checkpoints", *(f"checkpoints {name}" for name in KEEP)]
 CLEAN = {name: value for name, value in os.environ.items() if name != "RANK"}
 
 
-def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments, env=None):
     command = [sys.executable, "-m", "llmtrain", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=CLEAN | (env or {}), check=False
     )
 
 
-def imported_by(*arguments: str, env: dict[str, str] | None = None) -> set[str]:
+def imported_by(*arguments, env=None):
     """Modules that a command imports."""
     command = [sys.executable, "-X", "importtime", "-m", "llmtrain", *arguments]
     there = CLEAN | (env or {})

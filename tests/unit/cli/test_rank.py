@@ -3,7 +3,6 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +25,10 @@ class LeftError(Exception):
 def ends(monkeypatch):
     """Run `train_here` up to its last statement; `train` is played by a function."""
 
-    def leave(code: int) -> None:
+    def leave(code):
         raise LeftError(code)
 
-    def run(folder: Path, train, text: str | None = None) -> int:
+    def run(folder, train, text=None):
         monkeypatch.setattr(module.os, "_exit", leave)
         monkeypatch.setattr(module.logging, "shutdown", lambda: None)
         monkeypatch.setattr(stop, "install", lambda: None)
@@ -66,7 +65,7 @@ def test_only_rank_0_writes_the_report(tmp_path, ends, capsys, monkeypatch):
 
 
 def test_a_report_that_cannot_be_written_does_not_undo_the_run(tmp_path, ends, capsys, monkeypatch):
-    def full_disk(run_dir: Path) -> Path:
+    def full_disk(run_dir):
         raise UserError(Problem("report", run_dir, "a disk with room on it"))
 
     def train(config):
@@ -107,7 +106,7 @@ def test_a_run_whose_output_nobody_reads_any_more_keeps_its_code(tmp_path, ends,
     assert ends(tmp_path, train) == 0
 
 
-def raising(error: Exception):
+def raising(error):
     def train(config):
         raise error
 

@@ -18,7 +18,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 
 
-def differences(old: Config, new: Config):
+def differences(old, new):
     return changes(bind(old).binding, bind(new).binding)
 
 

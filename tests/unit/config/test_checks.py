@@ -87,7 +87,7 @@ def test_the_advised_micro_batch_splits_the_batch(tmp_path):
                         assert check_batch(loaded_batch(total, int(size)).training, world) == []
 
 
-def loaded_batch(total: int, micro: int) -> Config:
+def loaded_batch(total, micro):
     return Config.model_validate(
         {
             "data": {"sources": [{"path": "sample"}]},

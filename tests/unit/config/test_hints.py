@@ -7,13 +7,12 @@ one refusal to the next, or back, fails.
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 from helpers.config import SMALLEST, written
 
 from llmtrain.config.load import load_config
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import UserError
 from llmtrain.training.start.claim import split_rule
 
 BAD = {
@@ -51,7 +50,7 @@ BAD = {
 _SETTING = re.compile(r"'?\b([a-z_]+(?:\.\w+)+)=(\[[^\]]*\]|\"[^\"]*\"|[^\s,;']+)")
 
 
-def refusals(folder: Path, overrides: list[str], processes: int) -> list[Problem]:
+def refusals(folder, overrides, processes):
     rules = [split_rule(processes)] if processes else []
     try:
         load_config(written(folder, SMALLEST), overrides, rules)
@@ -60,7 +59,7 @@ def refusals(folder: Path, overrides: list[str], processes: int) -> list[Problem
     return []
 
 
-def follow(overrides: list[str], problem: Problem, choice: int) -> list[str]:
+def follow(overrides, problem, choice):
     """The overrides of somebody who does what the message proposes."""
     remedy = re.split(", without| on GPUs|; ", problem.remedy or problem.expected)[0]
     if "leave" in remedy or "remove" in remedy:
@@ -77,16 +76,16 @@ def follow(overrides: list[str], problem: Problem, choice: int) -> list[str]:
     return put(overrides, f"{problem.key}={value}")
 
 
-def given(override: str) -> str:
+def given(override):
     return override.partition("=")[0]
 
 
-def put(overrides: list[str], *new: str) -> list[str]:
+def put(overrides, *new):
     keys = {given(one) for one in new}
     return [*(one for one in overrides if given(one) not in keys), *new]
 
 
-def lead_out(folder: Path, overrides: list[str], processes: int, choice: int) -> None:
+def lead_out(folder, overrides, processes, choice):
     seen: list[set[tuple[str, str]]] = []
     for _ in range(3):
         found = refusals(folder, overrides, processes)
@@ -103,7 +102,7 @@ def lead_out(folder: Path, overrides: list[str], processes: int, choice: int) ->
 @pytest.mark.parametrize("choice", [0, -1])
 @pytest.mark.parametrize("processes", [0, 2, 3])
 @pytest.mark.parametrize("case", BAD)
-def test_a_hint_is_not_refused(tmp_path: Path, case: str, processes: int, choice: int) -> None:
+def test_a_hint_is_not_refused(tmp_path, case, processes, choice):
     overrides = list(BAD[case])
     assert refusals(tmp_path, overrides, processes)
     lead_out(tmp_path, overrides, processes, choice)
@@ -111,13 +110,13 @@ def test_a_hint_is_not_refused(tmp_path: Path, case: str, processes: int, choice
 
 @pytest.mark.parametrize("choice", [0, -1])
 @pytest.mark.parametrize("first", BAD)
-def test_nor_is_it_beside_another_refusal(tmp_path: Path, first: str, choice: int) -> None:
+def test_nor_is_it_beside_another_refusal(tmp_path, first, choice):
     for second in BAD.keys() - {first}:
         both = [*BAD[first], *BAD[second]]
         if len({given(one).partition(".")[0] for one in both}) == len(both):
             lead_out(tmp_path, both, 2, choice)
 
 
-def test_there_is_a_case_of_each_kind() -> None:
+def test_there_is_a_case_of_each_kind():
     keys = set(itertools.chain.from_iterable(BAD.values()))
     assert len(keys) > 30

@@ -1,6 +1,5 @@
 import ast
 import runpy
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +13,7 @@ SCRIPT = "scripts/reference.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> dict:
+def script():
     return runpy.run_path(str(ROOT / SCRIPT))
 
 
@@ -52,12 +51,12 @@ def test_only_what_the_design_calls_expert_is():
 
 
 @cache
-def attributes() -> frozenset[str]:
+def attributes():
     """Every attribute that the package reads outside its config folder, and in `binding.py`."""
     return frozenset(_attributes())
 
 
-def _attributes() -> Iterator[str]:
+def _attributes():
     for path in (ROOT / "llmtrain").rglob("*.py"):
         if path.parent.name == "config" and path.name != "binding.py":
             continue

@@ -31,37 +31,37 @@ def articles():
     return pa.concat_tables([pq.read_table(SAMPLE / name) for name in PARQUET]).to_pylist()
 
 
-def find(pattern: str, text: str) -> list:
+def find(pattern, text):
     """All matches of the pattern; there are some."""
     found = re.findall(pattern, text)
     assert found, pattern
     return found
 
 
-def value_of(numeral: str) -> int:
+def value_of(numeral):
     """Roman to Arabic: a smaller sign before a larger one is taken away."""
     values = [{"I": 1, "V": 5, "X": 10, "L": 50, "C": 100, "D": 500, "M": 1000}[s] for s in numeral]
     signs = [-1 if a < b else 1 for a, b in zip(values, [*values[1:], 0], strict=True)]
     return sum(sign * value for sign, value in zip(signs, values, strict=True))
 
 
-def weekday(year: int, month: int, day: int) -> int:
+def weekday(year, month, day):
     """Sakamoto's congruence: 0 is Sunday."""
     year -= month < 3
     shift = (0, 3, 2, 5, 0, 3, 5, 1, 4, 6, 2, 4)[month - 1]
     return (year + year // 4 - year // 100 + year // 400 + shift + day) % 7
 
 
-def digest(file: Path) -> str:
+def digest(file):
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def content_digest(file: Path) -> str:
+def content_digest(file):
     rows = pq.read_table(file).to_pylist()
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def written_by(file: Path) -> str:
+def written_by(file):
     return pq.ParquetFile(file).metadata.created_by
 
 

@@ -11,14 +11,14 @@ from llmtrain.errors import UserError
 PAGE = (ROOT / "docs" / "guides" / "coming-from.md").read_text("utf-8")
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading):
     """The cells of the first table below a heading, without its head."""
     below = PAGE.partition(f"\n## {heading}\n")[2]
     lines = [line for line in below.partition("\n## ")[0].splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
-def named(row: list[str]) -> tuple[list[str], str]:
+def named(row):
     """The names of other trainers in a row, and the key beside them; "" for no key."""
     first, second, ours, _ = row
     key = "" if ours == "no key" else ours.strip("`")
@@ -27,11 +27,11 @@ def named(row: list[str]) -> tuple[list[str], str]:
     return names, key
 
 
-def meant(name: str) -> str:
+def meant(name):
     return guess(name).key.replace(".0.", ".*.")
 
 
-def test_each_name_of_another_trainer_leads_to_the_key_beside_it() -> None:
+def test_each_name_of_another_trainer_leads_to_the_key_beside_it():
     fine_tuning = rows("Fine-tuning")
     assert len(fine_tuning) >= 20
     for names, key in map(named, fine_tuning):
@@ -39,7 +39,7 @@ def test_each_name_of_another_trainer_leads_to_the_key_beside_it() -> None:
             assert name == key or meant(name) == key, f"{name}: {meant(name)}, not {key}"
 
 
-def test_no_name_of_a_pretrainer_leads_to_another_key_than_the_one_beside_it() -> None:
+def test_no_name_of_a_pretrainer_leads_to_another_key_than_the_one_beside_it():
     pretraining = rows("Pretraining")
     assert len(pretraining) >= 10
     ours = {key.name for key in all_keys()} | {""}
@@ -49,7 +49,7 @@ def test_no_name_of_a_pretrainer_leads_to_another_key_than_the_one_beside_it() -
         assert all(meant(name) == key for name in names if name in foreign()), names
 
 
-def test_the_message_is_that_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_is_that_of_the_program(monkeypatch):
     monkeypatch.chdir(ROOT)
     overrides = ["training.per_device_train_batch_size=8", "tensor_parallel_size=2"]
     with pytest.raises(UserError) as raised:

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import yaml
 from helpers import pages, shown_commands
-from helpers.pages import Fence, prints
+from helpers.pages import prints
 from helpers.ranks import ROOT
 from helpers.shown_commands import CannotBeGivenError, check
 
@@ -55,7 +55,7 @@ def test_every_config_of_a_page_loads(page, tmp_path):
             assert len(refused) < len(BASES), f"{fence}: {refused[0]}"
 
 
-def refusal(fence: Fence, base: str, folder) -> str:
+def refusal(fence, base, folder):
     """Why this part of a config, over that config of ours, does not load; "" if it does."""
     whole = merged(yaml.safe_load((ROOT / base).read_text()), yaml.safe_load(fence.text))
     file = folder / "config.yaml"

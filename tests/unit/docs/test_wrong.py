@@ -12,17 +12,17 @@ PAGE = (ROOT / "docs" / "guides" / "wrong.md").read_text("utf-8")
 _JOINED = re.compile(r'"\s*\n\s*f?"')  # two literals that Python joins
 
 
-def first_cells() -> list[str]:
+def first_cells():
     """The cells in which a row shows a message or an event."""
     return re.findall(r'^\| <a id="[\w-]+"></a>([^|]+) \|', PAGE, flags=re.M)
 
 
-def source() -> str:
+def source():
     texts = (file.read_text("utf-8") for file in sorted((ROOT / "llmtrain").rglob("*.py")))
     return _JOINED.sub("", "\n".join(texts))
 
 
-def test_each_message_is_one_of_the_program() -> None:
+def test_each_message_is_one_of_the_program():
     program = source()
     cells = first_cells()
     assert len(cells) >= 30
@@ -34,12 +34,12 @@ def test_each_message_is_one_of_the_program() -> None:
             assert re.search(re.escape(text), program, re.IGNORECASE), f"{cell}: {text!r}"
 
 
-def test_each_row_has_a_name_of_its_own_to_link_to() -> None:
+def test_each_row_has_a_name_of_its_own_to_link_to():
     names = re.findall(r'<a id="([\w-]+)">', PAGE)
     assert len(names) == len(set(names)) == len(first_cells())
 
 
-def test_the_first_message_is_that_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_message_is_that_of_the_program(monkeypatch):
     monkeypatch.chdir(ROOT)
     overrides = ["training.global_batch_size=10", "training.micro_batch_size=4"]
     with pytest.raises(UserError) as raised:

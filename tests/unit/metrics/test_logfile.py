@@ -3,14 +3,11 @@ import os
 import shutil
 import warnings
 from contextlib import closing
-from pathlib import Path
-
-import pytest
 
 from llmtrain.metrics.logfile import LogFile
 
 
-def test_lines_from_before_the_directory_is_there_are_kept(tmp_path: Path) -> None:
+def test_lines_from_before_the_directory_is_there_are_kept(tmp_path):
     with closing(LogFile()) as logfile:
         logging.getLogger("llmtrain.x").info("before")
         logfile.open(tmp_path / "run" / "logs" / "rank-3.log")
@@ -19,9 +16,7 @@ def test_lines_from_before_the_directory_is_there_are_kept(tmp_path: Path) -> No
     assert text.index("before") < text.index("after")
 
 
-def test_warnings_of_libraries_go_to_the_file_and_not_to_the_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_of_libraries_go_to_the_file_and_not_to_the_screen(tmp_path, capsys):
     shown: list[tuple[str, str | None]] = []
     with closing(LogFile()) as logfile, warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -39,7 +34,7 @@ def test_warnings_of_libraries_go_to_the_file_and_not_to_the_screen(
     assert captured.out == captured.err == ""
 
 
-def test_the_loggers_are_given_back(tmp_path: Path) -> None:
+def test_the_loggers_are_given_back(tmp_path):
     root, ours = logging.getLogger(), logging.getLogger("llmtrain")
     before = (root.level, list(root.handlers), ours.level, list(ours.handlers))
     with closing(LogFile()) as logfile:
@@ -48,9 +43,7 @@ def test_the_loggers_are_given_back(tmp_path: Path) -> None:
     assert (root.level, list(root.handlers), ours.level, list(ours.handlers)) == before
 
 
-def test_the_level_of_our_lines_is_in_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_level_of_our_lines_is_in_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMTRAIN_LOG_LEVEL", "warning")
     with closing(LogFile()) as logfile:
         logfile.open(tmp_path / "logs" / "rank-0.log")
@@ -58,7 +51,7 @@ def test_the_level_of_our_lines_is_in_the_environment(
     assert "quiet" not in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
-def test_a_deleted_log_is_made_again_once_its_run_directory_is_there(tmp_path: Path) -> None:
+def test_a_deleted_log_is_made_again_once_its_run_directory_is_there(tmp_path):
     run_dir = tmp_path / "run"
     path = run_dir / "logs" / "rank-0.log"
     with closing(LogFile()) as logfile:

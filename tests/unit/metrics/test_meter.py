@@ -5,24 +5,24 @@ import torch
 
 from llmtrain.data.state import roll
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.types import SLOTS, Numbers, StepVector
+from llmtrain.types import SLOTS, StepVector
 
 
 class Decider:
     """Says that something is due at chosen steps, and notes what it hears."""
 
-    def __init__(self, *steps: int) -> None:
+    def __init__(self, *steps):
         self.steps = steps
         self.learned: list[int] = []
 
-    def learn(self, numbers: Numbers) -> None:
+    def learn(self, numbers):
         self.learned.append(numbers.step)
 
-    def anything(self, step: int) -> bool:
+    def anything(self, step):
         return step in self.steps
 
 
-def meter(**sources: int) -> Meter:
+def meter(**sources):
     return Meter(
         torch.device("cpu"),
         ("en", "vi"),
@@ -34,15 +34,13 @@ def meter(**sources: int) -> Meter:
     )
 
 
-def send(
-    one: Meter, step: int, *, norm: float = 1.5, en: int = 6, vi: int = 2, **slots: float
-) -> None:
+def send(one, step, *, norm=1.5, en=6, vi=2, **slots):
     one.begin(step)
     values = [slots.get(slot, 0.0) for slot in SLOTS] + [float(en), float(vi)]
     one.send(StepVector(torch.tensor(values, dtype=torch.float64)), torch.tensor(norm))
 
 
-def test_a_step_is_received_at_the_boundary_after_it() -> None:
+def test_a_step_is_received_at_the_boundary_after_it():
     one, due = meter(), Decider()
     send(one, 1, loss_sum=16.0)
     assert list(one.receive(1, due)) == []
@@ -57,7 +55,7 @@ def test_a_step_is_received_at_the_boundary_after_it() -> None:
     assert due.learned == [1]
 
 
-def test_the_sum_of_a_router_is_behind_the_tokens_and_is_none_of_them() -> None:
+def test_the_sum_of_a_router_is_behind_the_tokens_and_is_none_of_them():
     one, due = meter(), Decider(1, 2, 3)
     for step, (en, router) in enumerate([(6, [4.0]), (6, []), (0, [0.0])], 1):
         one.begin(step)
@@ -72,7 +70,7 @@ def test_the_sum_of_a_router_is_behind_the_tokens_and_is_none_of_them() -> None:
     assert found[2].skipped
 
 
-def test_what_is_due_at_a_step_drains_it_at_once() -> None:
+def test_what_is_due_at_a_step_drains_it_at_once():
     one, due = meter(), Decider(2)
     send(one, 1)
     assert list(one.receive(1, due)) == []
@@ -80,9 +78,9 @@ def test_what_is_due_at_a_step_drains_it_at_once() -> None:
     assert [numbers.step for numbers in one.receive(2, due)] == [1, 2]
 
 
-def test_a_stop_that_arrives_drains_the_step_that_hears_it() -> None:
+def test_a_stop_that_arrives_drains_the_step_that_hears_it():
     class Stopping(Decider):
-        def learn(self, numbers: Numbers) -> None:
+        def learn(self, numbers):
             super().learn(numbers)
             if numbers.stops:
                 self.steps = (numbers.step + 1,)
@@ -100,7 +98,7 @@ def test_a_stop_that_arrives_drains_the_step_that_hears_it() -> None:
 @pytest.mark.parametrize(
     "bad", [{"not_finite": 1.0}, {"norm": math.inf}, {"norm": math.nan}, {"en": 0, "vi": 0}]
 )
-def test_skipped_steps_do_not_count_as_trained(bad: dict[str, float]) -> None:
+def test_skipped_steps_do_not_count_as_trained(bad):
     one, due = meter(en=100), Decider(1, 2)
     send(one, 1, **bad)
     (numbers,) = one.receive(1, due)
@@ -112,7 +110,7 @@ def test_skipped_steps_do_not_count_as_trained(bad: dict[str, float]) -> None:
     assert numbers.tokens == 108
 
 
-def test_digests_of_ranks_add_up_beyond_64_bits() -> None:
+def test_digests_of_ranks_add_up_beyond_64_bits():
     one, due = meter(), Decider(1)
     a, b = 0xFFFF_FFFF_FFFF_FFF0, 0x1234_5678_9ABC_DEF0
     limbs = {
@@ -124,7 +122,7 @@ def test_digests_of_ranks_add_up_beyond_64_bits() -> None:
     assert one.stream_digest == roll(0, (a + b) % 2**64)
 
 
-def test_a_step_without_data_on_some_rank_raises_and_leaves_no_trace() -> None:
+def test_a_step_without_data_on_some_rank_raises_and_leaves_no_trace():
     one, due = meter(), Decider()
     send(one, 1)
     list(one.receive(1, due))
@@ -138,7 +136,7 @@ def test_a_step_without_data_on_some_rank_raises_and_leaves_no_trace() -> None:
     assert due.learned == [1]
 
 
-def test_the_data_has_ended_when_all_ranks_say_so() -> None:
+def test_the_data_has_ended_when_all_ranks_say_so():
     one, due = meter(), Decider(1, 2)
     send(one, 1, ended=1.0, padding_only=1.0)
     (numbers,) = one.receive(1, due)
@@ -151,7 +149,7 @@ def test_the_data_has_ended_when_all_ranks_say_so() -> None:
     assert math.isnan(numbers.loss)
 
 
-def test_a_step_whose_data_failed_is_named() -> None:
+def test_a_step_whose_data_failed_is_named():
     one, due = meter(), Decider()
     send(one, 4, data_failed=1.0)
     with pytest.raises(DataFailedError) as raised:

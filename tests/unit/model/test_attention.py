@@ -1,8 +1,6 @@
 """Packed documents against each of them alone, in every attention that a CPU has."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from helpers.bases import small_fields
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.model import attention, shape
@@ -41,7 +39,7 @@ OWN = ("mistral", "gemma2", "gemma3_text")
 STARTS = [np.array([0, 7, 8, 19]), np.array([0]), np.array([0, 1, 2, 12, 20])]
 
 
-def build(kind: str, implementation: str | None = None, **changes: Any) -> PreTrainedModel:
+def build(kind, implementation=None, **changes):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind.split("-")[0]](
         vocab_size=VOCABULARY, pad_token_id=0, **{**MODELS[kind], **changes}
@@ -52,28 +50,28 @@ def build(kind: str, implementation: str | None = None, **changes: Any) -> PreTr
     return model.eval()
 
 
-def documents(starts: list[np.ndarray]) -> Iterator[tuple[int, slice]]:
+def documents(starts):
     for row, first in enumerate(starts):
         for start, stop in zip(first, [*first[1:], SEQ_LEN], strict=True):
             yield row, slice(int(start), int(stop))
 
 
-def hidden(model: PreTrainedModel, starts: list[np.ndarray] = STARTS) -> dict[str, Any]:
+def hidden(model, starts=STARTS):
     return document_tensors(starts, SEQ_LEN, attention.backend(model), CPU)
 
 
-def logits(model: PreTrainedModel, ids: Tensor, starts: list[np.ndarray] | None = None) -> Tensor:
+def logits(model, ids, starts=None):
     given = hidden(model, starts) if starts else {}
     return model(ids, **attention.model_keywords(**given)).logits
 
 
-def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+def gradients(model):
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: float) -> None:
+def assert_close(one, other, relative):
     assert one.keys() == other.keys()
     for name, gradient in one.items():
         most = float(other[name].abs().max())
@@ -81,7 +79,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: flo
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Threads that wait for each other on busy cores make small models a hundred times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,17 +88,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def ids() -> Tensor:
+def ids():
     return made_up_batch(len(STARTS), SEQ_LEN, VOCABULARY, CPU)
 
 
 @pytest.fixture
-def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+def masks(monkeypatch):
     """The mask of every call of SDPA."""
     seen: list[Tensor | None] = []
     real = F.scaled_dot_product_attention
 
-    def spy(*arguments: Any, attn_mask: Tensor | None = None, **keywords: Any) -> Tensor:
+    def spy(*arguments, attn_mask=None, **keywords):
         assert len(arguments) == 3
         seen.append(attn_mask)
         return real(*arguments, attn_mask=attn_mask, **keywords)
@@ -110,7 +108,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_with_plain_attention_get_ours_and_others_keep_their_own(kind: str) -> None:
+def test_models_with_plain_attention_get_ours_and_others_keep_their_own(kind):
     model = build(kind)
     expected = attention.backend(model) if kind in OWN else NAME
     assert attention.backend(model) in ("sdpa", "eager")
@@ -118,7 +116,7 @@ def test_models_with_plain_attention_get_ours_and_others_keep_their_own(kind: st
     assert attention.backend(model) == expected
 
 
-def test_a_mask_that_reads_tensors_of_the_rows_is_tried_on_fake_ones_too() -> None:
+def test_a_mask_that_reads_tensors_of_the_rows_is_tried_on_fake_ones_too():
     fields = {**GROUPED, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
     config = CONFIG_MAPPING["llama4_text"](vocab_size=VOCABULARY, pad_token_id=0, **fields)
     with fake_tensors():
@@ -126,15 +124,13 @@ def test_a_mask_that_reads_tensors_of_the_rows_is_tried_on_fake_ones_too() -> No
         assert install(model, SEQ_LEN, compare=False) in ("sdpa", NAME)
 
 
-def test_a_window_as_long_as_a_block_is_no_window() -> None:
+def test_a_window_as_long_as_a_block_is_no_window():
     assert install(build("mistral", sliding_window=SEQ_LEN), SEQ_LEN) == NAME
     assert install(build("mistral", sliding_window=SEQ_LEN - 1), SEQ_LEN) == "sdpa"
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-gqa", "gpt2", "qwen3", "mixtral"])
-def test_without_documents_logits_and_gradients_are_sdpas_bit_for_bit(
-    kind: str, ids: Tensor, masks: list[Tensor | None]
-) -> None:
+def test_without_documents_logits_and_gradients_are_sdpas_bit_for_bit(kind, ids, masks):
     model = build(kind, "sdpa").train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -150,7 +146,7 @@ def test_without_documents_logits_and_gradients_are_sdpas_bit_for_bit(
     assert masks == [None] * 4, "two layers, two forwards, and never a mask"
 
 
-def test_dropout_and_scale_are_those_that_the_model_passes(ids: Tensor) -> None:
+def test_dropout_and_scale_are_those_that_the_model_passes(ids):
     model = build("gpt2", "sdpa", scale_attn_by_inverse_layer_idx=True).train()
     torch.manual_seed(1)
     expected = logits(model, ids)
@@ -169,9 +165,7 @@ def test_dropout_and_scale_are_those_that_the_model_passes(ids: Tensor) -> None:
         if (kind, implementation) != ("gemma2", "sdpa")  # which has no soft cap
     ],
 )
-def test_packed_logits_are_those_of_each_document_alone(
-    kind: str, implementation: str | None, ids: Tensor
-) -> None:
+def test_packed_logits_are_those_of_each_document_alone(kind, implementation, ids):
     model = build(kind, implementation)
     if implementation is None:
         install(model, SEQ_LEN)
@@ -182,7 +176,7 @@ def test_packed_logits_are_those_of_each_document_alone(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_packed_gradients_are_the_sum_over_documents_alone(kind: str, ids: Tensor) -> None:
+def test_packed_gradients_are_the_sum_over_documents_alone(kind, ids):
     model = build(kind)
     install(model, SEQ_LEN)
     module = LossModule(model)
@@ -195,7 +189,7 @@ def test_packed_gradients_are_the_sum_over_documents_alone(kind: str, ids: Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_the_loss_of_rows_with_padding_is_the_sum_over_documents_alone(kind: str) -> None:
+def test_the_loss_of_rows_with_padding_is_the_sum_over_documents_alone(kind):
     model = build(kind)
     install(model, SEQ_LEN)
     module = LossModule(model)
@@ -215,7 +209,7 @@ def test_the_loss_of_rows_with_padding_is_the_sum_over_documents_alone(kind: str
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_documents_tokens_change_nothing_in_its_neighbours(kind: str, ids: Tensor) -> None:
+def test_a_documents_tokens_change_nothing_in_its_neighbours(kind, ids):
     """Positions that restart are not enough: documents must not attend to each other."""
     model = build(kind)
     install(model, SEQ_LEN)
@@ -238,9 +232,7 @@ def test_a_documents_tokens_change_nothing_in_its_neighbours(kind: str, ids: Ten
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_no_attention_mask_is_passed_for_it_would_show_documents_to_each_other(
-    kind: str, ids: Tensor
-) -> None:
+def test_no_attention_mask_is_passed_for_it_would_show_documents_to_each_other(kind, ids):
     model = build(kind, "sdpa")
     seen: list[dict[str, Any]] = []
     model.register_forward_pre_hook(lambda _, __, kw: seen.append(kw), with_kwargs=True)
@@ -254,7 +246,7 @@ def test_no_attention_mask_is_passed_for_it_would_show_documents_to_each_other(
     assert float((packed - ones).abs().max()) > 1e-3, "an all-ones mask disables packing"
 
 
-def test_our_function_refuses_an_attention_mask() -> None:
+def test_our_function_refuses_an_attention_mask():
     model = build("llama")
     install(model, SEQ_LEN)
     heads = torch.ones(1, 4, 3, 8)
@@ -274,19 +266,19 @@ def test_our_function_refuses_an_attention_mask() -> None:
         ({"something_new": 1}, "something_new"),
     ],
 )
-def test_what_it_cannot_compute_is_refused(keywords: dict[str, Any], reason: str) -> None:
+def test_what_it_cannot_compute_is_refused(keywords, reason):
     heads = torch.ones(1, 4, 3, 8)
     with pytest.raises(OtherAttentionError, match=reason):
         attention.attention(torch.nn.Module(), heads, heads, heads, None, **keywords)
 
 
-def test_keys_of_another_sequence_are_refused() -> None:
+def test_keys_of_another_sequence_are_refused():
     queries, keys = torch.ones(1, 4, 3, 8), torch.ones(1, 4, 5, 8)
     with pytest.raises(OtherAttentionError, match="number"):
         attention.attention(torch.nn.Module(), queries, keys, keys, None)
 
 
-def test_what_says_nothing_is_let_through() -> None:
+def test_what_says_nothing_is_let_through():
     heads = torch.ones(1, 4, 3, 8)
     harmless = {"sliding_window": 3, "softcap": None, "output_attentions": False}
     found, _ = attention.attention(torch.nn.Module(), heads, heads, heads, None, **harmless)
@@ -294,7 +286,7 @@ def test_what_says_nothing_is_let_through() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_recomputed_activations_give_the_same_gradients(kind: str, ids: Tensor) -> None:
+def test_recomputed_activations_give_the_same_gradients(kind, ids):
     model = build(kind)
     install(model, SEQ_LEN)
     found = []
@@ -311,7 +303,7 @@ def test_recomputed_activations_give_the_same_gradients(kind: str, ids: Tensor) 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_documents_of_any_lengths_and_heads_equal_a_block_diagonal_mask(seed: int) -> None:
+def test_documents_of_any_lengths_and_heads_equal_a_block_diagonal_mask(seed):
     draw = np.random.default_rng(seed)
     rows, length = (int(draw.integers(1, high)) for high in (5, 40))
     groups, key_heads = (int(draw.integers(1, 4)) for _ in range(2))
@@ -345,7 +337,7 @@ def test_documents_of_any_lengths_and_heads_equal_a_block_diagonal_mask(seed: in
         torch.testing.assert_close(ours, theirs)
 
 
-def test_neither_attention_nor_a_cache_is_written_into_the_config(tmp_path: Path) -> None:
+def test_neither_attention_nor_a_cache_is_written_into_the_config(tmp_path):
     model = build("llama")
     before = model.config.to_json_string(use_diff=True)
     install(model, SEQ_LEN)
@@ -357,7 +349,7 @@ def test_neither_attention_nor_a_cache_is_written_into_the_config(tmp_path: Path
     assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_trying_a_model_leaves_its_mode_and_random_state_alone() -> None:
+def test_trying_a_model_leaves_its_mode_and_random_state_alone():
     model = build("gpt2").train()
     state = torch.get_rng_state()
     install(model, SEQ_LEN)
@@ -380,15 +372,8 @@ def test_trying_a_model_leaves_its_mode_and_random_state_alone() -> None:
     ],
 )
 def test_torchs_kernel_for_documents_gets_what_it_can_compute(
-    device: str,
-    dtype: torch.dtype,
-    head: int,
-    value_head: int,
-    dropout: float,
-    capability: tuple[int, int] | None,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    device, dtype, head, value_head, dropout, capability, expected, monkeypatch
+):
     attention._has_flash.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -397,27 +382,15 @@ def test_torchs_kernel_for_documents_gets_what_it_can_compute(
     assert found is expected
 
 
-def test_the_kernel_for_documents_is_called_with_all_rows_in_one(
-    monkeypatch: pytest.MonkeyPatch, ids: Tensor
-) -> None:
+def test_the_kernel_for_documents_is_called_with_all_rows_in_one(monkeypatch, ids):
     """A stand-in for the CUDA kernel with its signature in torch 2.13, under autocast."""
     from torch.nn.attention import varlen
 
     seen: list[tuple[torch.dtype, int, int]] = []
 
     def stand_in(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-    ) -> Tensor:
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
+    ):
         assert window_size == (-1, 0)
         assert enable_gqa == (query.shape[1] != key.shape[1])
         assert cu_seq_q is cu_seq_k
@@ -446,7 +419,7 @@ def test_the_kernel_for_documents_is_called_with_all_rows_in_one(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
-def test_the_kernels_signature_is_the_one_we_call() -> None:
+def test_the_kernels_signature_is_the_one_we_call():
     """Forward and backward in shapes alone: without a CUDA device it computes nothing."""
     query, key = (
         torch.empty(2, heads, 5, 8, dtype=torch.bfloat16, device="meta").requires_grad_()
@@ -459,7 +432,7 @@ def test_the_kernels_signature_is_the_one_we_call() -> None:
     assert [part.grad.shape for part in (query, key)] == [query.shape, key.shape]
 
 
-def test_half_precision_on_a_gpu_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_on_a_gpu_goes_to_it(monkeypatch):
     """Fake tensors on a device that is not there: shapes and the choice, no numbers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -482,7 +455,7 @@ def test_half_precision_on_a_gpu_goes_to_it(monkeypatch: pytest.MonkeyPatch) -> 
         assert (out.shape, out.device.type, out.dtype) == ((2, 16, 4, 8), "cuda", torch.bfloat16)
 
 
-def block_diagonal(starts: list[np.ndarray]) -> Tensor:
+def block_diagonal(starts):
     """(B, 1, T, T): whether a position sees another, which is earlier in the same document."""
     seen = torch.zeros(len(starts), 1, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
     for row, part in documents(starts):
@@ -492,7 +465,7 @@ def block_diagonal(starts: list[np.ndarray]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-gqa", "qwen3", "gpt2"])
-def test_hidden_documents_are_a_block_diagonal_mask(kind: str, ids: Tensor) -> None:
+def test_hidden_documents_are_a_block_diagonal_mask(kind, ids):
     """The mask of transformers' own attention is ours to give, and has nothing of our code."""
     model = build(kind, "sdpa")
     positions = hidden(model)["position_ids"]
@@ -505,19 +478,17 @@ def test_hidden_documents_are_a_block_diagonal_mask(kind: str, ids: Tensor) -> N
 class Operations(TorchDispatchMode):
     """The names of all operations that run in the context."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.names.append(operation.overloadpacket.__name__)
         return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2"])
-def test_a_step_reads_no_tensor_and_gets_no_mask(
-    kind: str, ids: Tensor, masks: list[Tensor | None]
-) -> None:
+def test_a_step_reads_no_tensor_and_gets_no_mask(kind, ids, masks):
     """`bool(tensor)` and `tensor.item()` are the same operation."""
     model = build(kind).train()
     assert install(model, SEQ_LEN) == NAME
@@ -533,9 +504,7 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 @pytest.mark.parametrize("own", [True, False], ids=["ours", "transformers'"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_kernel_is_chosen_for_what_is_computed_again_too(
-    checkpointing: str, own: bool, ids: Tensor
-) -> None:
+def test_a_kernel_is_chosen_for_what_is_computed_again_too(checkpointing, own, ids):
     model = build("llama", "sdpa").train()
     if own:
         install(model, SEQ_LEN)
@@ -553,9 +522,7 @@ def test_a_kernel_is_chosen_for_what_is_computed_again_too(
     assert seen.names.count(FLASH) == forwards
 
 
-def test_without_flash_attention_documents_are_computed_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_flash_attention_documents_are_computed_one_by_one(monkeypatch):
     monkeypatch.setattr(attention, "_has_flash", lambda _: True)
     heads = torch.device("cuda"), torch.bfloat16, 64, 64, 0.0
     assert attention.takes_varlen(*heads)
@@ -566,7 +533,7 @@ def test_without_flash_attention_documents_are_computed_one_by_one(
 
 
 @pytest.mark.parametrize("asked", ["auto", "flash", "cudnn", "math"])
-def test_only_kernels_of_cuda_need_cuda(asked: str) -> None:
+def test_only_kernels_of_cuda_need_cuda(asked):
     assert not list(attention.kernel_problems(asked, cpu=False))
     refused = [problem.value for problem in attention.kernel_problems(asked, cpu=True)]
     assert refused == ([asked] if asked in ("flash", "cudnn") else [])

@@ -1,11 +1,9 @@
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import UserError
@@ -24,13 +22,13 @@ LLAMA = {
 }
 
 
-def refusal(fields: dict, seq_len: int = 16) -> str:
+def refusal(fields, seq_len=16):
     with pytest.raises(UserError) as raised:
         model_config(ModelConfig(config=fields), TOKENS, seq_len)
     return str(raised.value)
 
 
-def test_vocabulary_and_special_tokens_come_from_the_tokenizer() -> None:
+def test_vocabulary_and_special_tokens_come_from_the_tokenizer():
     config = model_config(ModelConfig(config=LLAMA), TOKENS, 16)
     assert config.vocab_size == 300
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, 0)
@@ -39,7 +37,7 @@ def test_vocabulary_and_special_tokens_come_from_the_tokenizer() -> None:
     )
 
 
-def test_an_unknown_architecture_is_refused_with_near_names() -> None:
+def test_an_unknown_architecture_is_refused_with_near_names():
     message = refusal({"model_type": "lama"})
     assert "model.config.model_type = lama" in message
     assert "llama" in message
@@ -54,13 +52,13 @@ def test_an_unknown_architecture_is_refused_with_near_names() -> None:
         ("max_position_embeddings", 15, "data.seq_len = 16"),
     ],
 )
-def test_a_field_that_cannot_be_is_refused_and_named(field: str, value: object, said: str) -> None:
+def test_a_field_that_cannot_be_is_refused_and_named(field, value, said):
     message = refusal({**LLAMA, field: value})
     assert f"model.config.{field} = {json.dumps(value)}" in message or f"{field} {value}" in message
     assert said in message
 
 
-def test_a_division_by_zero_within_transformers_is_refused() -> None:
+def test_a_division_by_zero_within_transformers_is_refused():
     assert "llama accepts" in refusal({**LLAMA, "num_attention_heads": 0})
 
 
@@ -73,7 +71,7 @@ def test_a_division_by_zero_within_transformers_is_refused() -> None:
         ({"model_type": ["llama"]}, "model_type = ['llama']"),
     ],
 )
-def test_a_wrong_field_of_weights_from_elsewhere_is_named(tmp_path, changed, value) -> None:
+def test_a_wrong_field_of_weights_from_elsewhere_is_named(tmp_path, changed, value):
     fields = {**LLAMA, "vocab_size": 300, **changed}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     asked = ModelConfig.model_validate({"from": str(tmp_path)})
@@ -82,19 +80,19 @@ def test_a_wrong_field_of_weights_from_elsewhere_is_named(tmp_path, changed, val
     assert f"{tmp_path / 'config.json'}: {value}" in str(raised.value)
 
 
-def test_an_encoder_is_no_causal_language_model() -> None:
+def test_an_encoder_is_no_causal_language_model():
     assert "causal" in refusal({"model_type": "t5"})
 
 
-def test_a_model_with_two_models_of_texts_is_refused() -> None:
+def test_a_model_with_two_models_of_texts_is_refused():
     assert "an architecture with one model of texts" in refusal({"model_type": "musicgen"})
 
 
-def test_fields_of_the_wrong_kind_are_the_users_to_mend() -> None:
+def test_fields_of_the_wrong_kind_are_the_users_to_mend():
     assert "hidden_size" in refusal({**LLAMA, "hidden_size": "wide"})
 
 
-def test_a_fresh_model_is_in_fp32_in_training_mode_and_decided_by_the_seed() -> None:
+def test_a_fresh_model_is_in_fp32_in_training_mode_and_decided_by_the_seed():
     asked = ModelConfig(config=LLAMA)
     models = []
     for seed in (1, 1, 2):
@@ -107,7 +105,7 @@ def test_a_fresh_model_is_in_fp32_in_training_mode_and_decided_by_the_seed() -> 
     assert {p.dtype for p in models[0].parameters()} == {torch.float32}
 
 
-def test_an_encoder_becomes_a_decoder_and_sees_nothing_ahead() -> None:
+def test_an_encoder_becomes_a_decoder_and_sees_nothing_ahead():
     fields = {
         "model_type": "bert",
         "hidden_size": 16,
@@ -123,7 +121,7 @@ def test_an_encoder_becomes_a_decoder_and_sees_nothing_ahead() -> None:
     assert torch.allclose(model(ids).logits[0, :-1], model(other).logits[0, :-1], atol=1e-5)
 
 
-def test_a_model_that_sees_ahead_is_refused() -> None:
+def test_a_model_that_sees_ahead_is_refused():
     asked = ModelConfig(config={"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2})
     config = model_config(asked, TOKENS, 16)
     config.is_decoder = False
@@ -131,14 +129,14 @@ def test_a_model_that_sees_ahead_is_refused() -> None:
         build(config, asked, None)
 
 
-def test_a_checkpoint_builds_its_model_without_what_it_began_with(saved: Path) -> None:
+def test_a_checkpoint_builds_its_model_without_what_it_began_with(saved):
     model = rebuild(stored_config(saved), ModelConfig(config=LLAMA))
     assert model.training
     assert model.config.hidden_size == 16
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_skeleton_is_the_same_model_without_its_weights(saved: Path) -> None:
+def test_a_skeleton_is_the_same_model_without_its_weights(saved):
     asked = ModelConfig(config=LLAMA)
     whole, empty = (make(stored_config(saved), asked) for make in (rebuild, skeleton))
     assert [n for n, _ in empty.named_parameters()] == [n for n, _ in whole.named_parameters()]
@@ -147,7 +145,7 @@ def test_a_skeleton_is_the_same_model_without_its_weights(saved: Path) -> None:
     assert empty.config.to_dict() == whole.config.to_dict()
 
 
-def test_patterns_freeze_a_model_however_it_is_built(saved: Path) -> None:
+def test_patterns_freeze_a_model_however_it_is_built(saved):
     asked = ModelConfig(config=LLAMA, freeze=("*.embed_tokens.*", "*.layers.0.*"))
     fresh, again = (
         build(model_config(asked, TOKENS, 16), asked, None),
@@ -164,7 +162,7 @@ def test_patterns_freeze_a_model_however_it_is_built(saved: Path) -> None:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     shape = {k: v for k, v in LLAMA.items() if k != "model_type"}
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape)).to(torch.bfloat16).save_pretrained(
         tmp_path / "base"
@@ -172,13 +170,13 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def load(path: Path, tokens: SpecialTokens = TOKENS, **asked: Any) -> PreTrainedModel:
+def load(path, tokens=TOKENS, **asked):
     model = ModelConfig.model_validate({"from": str(path), **asked})
     base = Base(str(path), None, None)
     return build(model_config(model, tokens, 16, base), model, base)
 
 
-def test_weights_of_a_directory_are_loaded_in_fp32(saved: Path) -> None:
+def test_weights_of_a_directory_are_loaded_in_fp32(saved):
     model = load(saved)
     expected = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     assert model.training
@@ -189,20 +187,20 @@ def test_weights_of_a_directory_are_loaded_in_fp32(saved: Path) -> None:
         assert torch.equal(ours, theirs), name
 
 
-def test_a_truncated_file_of_weights_is_refused(saved: Path) -> None:
+def test_a_truncated_file_of_weights_is_refused(saved):
     weights = saved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"model\.from"):
         load(saved)
 
 
-def test_pickled_weights_are_not_opened(saved: Path) -> None:
+def test_pickled_weights_are_not_opened(saved):
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
         load(saved)
 
 
-def test_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
+def test_a_missing_weight_is_refused_instead_of_drawn(saved):
     tensors = load_file(saved / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
@@ -210,7 +208,7 @@ def test_a_missing_weight_is_refused_instead_of_drawn(saved: Path) -> None:
         load(saved)
 
 
-def test_a_weight_of_another_shape_is_named_with_both_shapes(saved: Path) -> None:
+def test_a_weight_of_another_shape_is_named_with_both_shapes(saved):
     config = json.loads((saved / "config.json").read_text())
     config["intermediate_size"] += 8
     (saved / "config.json").write_text(json.dumps(config))
@@ -224,19 +222,19 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(saved: Path) -> Non
     assert f"{name}: [{hidden}, {was}] in the files, [{hidden}, {now}] by config.json" in said
 
 
-def change(path: Path, **fields: Any) -> None:
+def change(path, **fields):
     """Change fields of a model's config.json."""
     found = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(found | fields))
 
 
-def rows(model: PreTrainedModel) -> tuple[int, int, int]:
+def rows(model):
     """The rows of the embeddings, of the head, and by the config."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     return (*(len(end.weight) for end in ends), model.config.vocab_size)
 
 
-def test_rows_grow_where_the_tokenizer_has_more_entries(saved: Path) -> None:
+def test_rows_grow_where_the_tokenizer_has_more_entries(saved):
     more = SpecialTokens(length=303, bos=0, eos=0, pad=0)
     model, before = load(saved, more), load(saved)
     assert rows(model) == (303, 303, 303)
@@ -248,7 +246,7 @@ def test_rows_grow_where_the_tokenizer_has_more_entries(saved: Path) -> None:
     assert model.training
 
 
-def test_a_skeleton_has_the_rows_that_the_weights_will_have(saved: Path) -> None:
+def test_a_skeleton_has_the_rows_that_the_weights_will_have(saved):
     asked, base = ModelConfig.model_validate({"from": str(saved)}), Base(str(saved), None, None)
     config = model_config(asked, SpecialTokens(length=310, bos=0, eos=0, pad=0), 16, base)
     whole, empty = build(config, asked, base), skeleton(config, asked)
@@ -257,7 +255,7 @@ def test_a_skeleton_has_the_rows_that_the_weights_will_have(saved: Path) -> None
     assert whole.config.to_dict() == empty.config.to_dict()
 
 
-def test_a_padded_vocabulary_is_not_cut(saved: Path) -> None:
+def test_a_padded_vocabulary_is_not_cut(saved):
     few = SpecialTokens(length=297, bos=0, eos=0, pad=0)
     assert rows(load(saved, few)) == (300, 300, 300)
     assert rows(load(saved, few, pad_vocab_to=512)) == (300, 300, 300)
@@ -265,7 +263,7 @@ def test_a_padded_vocabulary_is_not_cut(saved: Path) -> None:
     assert torch.equal(load(saved, few).lm_head.weight, expected.lm_head.weight)
 
 
-def test_rows_are_padded_at_growth_and_in_a_new_model(saved: Path) -> None:
+def test_rows_are_padded_at_growth_and_in_a_new_model(saved):
     more = SpecialTokens(length=303, bos=0, eos=0, pad=0)
     assert rows(load(saved, more, pad_vocab_to=320)) == (320, 320, 320)
     assert rows(load(saved, more, pad_vocab_to=301)) == (303, 303, 303)
@@ -273,7 +271,7 @@ def test_rows_are_padded_at_growth_and_in_a_new_model(saved: Path) -> None:
     assert model_config(asked, TOKENS, 16).vocab_size == 512
 
 
-def test_a_head_that_its_config_ties_to_other_weights_is_refused(saved: Path) -> None:
+def test_a_head_that_its_config_ties_to_other_weights_is_refused(saved):
     change(saved, tie_word_embeddings=True)
     with pytest.raises(UserError) as raised:
         load(saved)
@@ -286,7 +284,7 @@ def test_a_head_that_its_config_ties_to_other_weights_is_refused(saved: Path) ->
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_head_that_no_config_ties_must_be_in_the_files(saved: Path) -> None:
+def test_a_head_that_no_config_ties_must_be_in_the_files(saved):
     tensors = load_file(saved / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
@@ -294,7 +292,7 @@ def test_a_head_that_no_config_ties_must_be_in_the_files(saved: Path) -> None:
         load(saved)
 
 
-def test_code_beside_a_type_of_transformers_is_not_named_by_the_model(saved: Path) -> None:
+def test_code_beside_a_type_of_transformers_is_not_named_by_the_model(saved):
     change(saved, auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"})
     (saved / "modeling_x.py").write_text("raise SystemExit('it was run')")
     model = load(saved)

@@ -1,7 +1,6 @@
 """Compiled blocks against the same blocks as they are: graphs counted, numbers compared."""
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llmtrain.model import attention, compile, shape
 from llmtrain.model.attention import document_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
-from llmtrain.types import Compiled
 
 # torch's compiler hides its own warnings where they are shown, which is too late if they are errors
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,14 +36,14 @@ STARTS = ([np.array([0, 5, 6]), np.array([0, 1])], [np.array([0, 9]), np.array([
 class Graphs:
     """A backend that keeps the graphs it is given, and runs them as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept: list[torch.fx.GraphModule] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+    def __call__(self, graph, _):
         self.kept.append(graph)
         return graph.forward
 
-    def masks(self) -> list[object]:
+    def masks(self):
         """The mask that each call of SDPA in the graphs gets."""
         sdpa = F.scaled_dot_product_attention
         parts = [part for graph in self.kept for part in graph.modules()]
@@ -57,12 +55,12 @@ class Graphs:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+def graphs(monkeypatch):
     """What is compiled in this test goes here instead of to torch's inductor."""
     torch._dynamo.reset()
     found, real = Graphs(), nn.Module.compile
 
-    def compiled(self: nn.Module, **options: Any) -> None:
+    def compiled(self, **options):
         real(self, backend=found, **options)
 
     monkeypatch.setattr(nn.Module, "compile", compiled)
@@ -70,7 +68,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     torch._dynamo.reset()
 
 
-def build(kind: str, mode: Compiled, checkpointing: str = "none", **changes: Any) -> LossModule:
+def build(kind, mode, checkpointing="none", **changes):
     torch.manual_seed(0)
     fields = {"vocab_size": 61, "bos_token_id": 0, "eos_token_id": 0, **MODELS[kind], **changes}
     config = CONFIG_MAPPING[kind](**fields)
@@ -81,7 +79,7 @@ def build(kind: str, mode: Compiled, checkpointing: str = "none", **changes: Any
     return LossModule(model).train()
 
 
-def step(module: LossModule, **documents: Any) -> dict[str, Tensor]:
+def step(module, **documents):
     """The loss of a step and its gradients."""
     loss = module(IDS, IDS, **documents)
     loss.backward()
@@ -90,12 +88,12 @@ def step(module: LossModule, **documents: Any) -> dict[str, Tensor]:
     return found | {"loss": loss.detach()}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_equal(one, other):
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def evaluate(module: LossModule, **documents: Any) -> Tensor:
+def evaluate(module, **documents):
     with torch.no_grad():
         loss: Tensor = module.eval()(IDS, IDS, **documents)
     module.train()
@@ -111,8 +109,8 @@ def evaluate(module: LossModule, **documents: Any) -> Tensor:
     ],
 )
 def test_blocks_share_one_graph_an_evaluation_adds_one_and_samples_none(
-    kind: str, checkpointing: str, graphs: Graphs
-) -> None:
+    kind, checkpointing, graphs
+):
     plain, compiled = (build(kind, mode, checkpointing) for mode in ("off", "blocks"))
     before = compile.graphs()
     for _ in range(3):
@@ -130,13 +128,13 @@ def test_blocks_share_one_graph_an_evaluation_adds_one_and_samples_none(
 
 
 @pytest.mark.parametrize("mode", ["off", "blocks", "model"])
-def test_parameters_keep_their_names_and_order(mode: Compiled, graphs: Graphs) -> None:
+def test_parameters_keep_their_names_and_order(mode, graphs):
     expected = build("llama", "off")
     assert [*build("llama", mode).state_dict()] == [*expected.state_dict()]
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
-def test_no_mask_reaches_sdpa_in_a_graph(mode: Compiled, graphs: Graphs) -> None:
+def test_no_mask_reaches_sdpa_in_a_graph(mode, graphs):
     compiled = build("llama", mode)
     assert_equal(step(compiled), step(build("llama", "off")))
     evaluate(compiled)
@@ -145,10 +143,10 @@ def test_no_mask_reaches_sdpa_in_a_graph(mode: Compiled, graphs: Graphs) -> None
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.wide), "full"])
-def test_documents_are_hidden_in_compiled_blocks_too(checkpointing: str, graphs: Graphs) -> None:
+def test_documents_are_hidden_in_compiled_blocks_too(checkpointing, graphs):
     plain, compiled = (build("llama", mode, checkpointing) for mode in ("off", "blocks"))
 
-    def hidden(starts: list[np.ndarray], *, padded: bool) -> dict[str, Any]:
+    def hidden(starts, *, padded):
         return document_tensors(starts, SEQ_LEN, attention.NAME, CPU, compiled=padded)
 
     for starts in (STARTS[0], STARTS[1]) * 2:
@@ -159,9 +157,7 @@ def test_documents_are_hidden_in_compiled_blocks_too(checkpointing: str, graphs:
     assert len(graphs.kept) == count, "as many documents have come before"
 
 
-def test_shapes_that_change_each_time_do_not_end_a_run(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_that_change_each_time_do_not_end_a_run(graphs, monkeypatch):
     monkeypatch.setattr(compile, "_SPARE_GRAPHS", 0)
     plain, compiled = (build("llama", mode, num_hidden_layers=1) for mode in ("off", "blocks"))
     with torch.no_grad():
@@ -172,7 +168,7 @@ def test_shapes_that_change_each_time_do_not_end_a_run(
 
 
 @pytest.mark.wide
-def test_blocks_that_depend_on_their_number_have_a_graph_each(graphs: Graphs) -> None:
+def test_blocks_that_depend_on_their_number_have_a_graph_each(graphs):
     """More of them than torch's own limit, 8, allows."""
     many = {"n_layer": 9, "scale_attn_by_inverse_layer_idx": True}
     plain, compiled = (build("gpt2", mode, **many) for mode in ("off", "blocks"))
@@ -180,7 +176,7 @@ def test_blocks_that_depend_on_their_number_have_a_graph_each(graphs: Graphs) ->
     assert len(graphs.kept) == many["n_layer"]
 
 
-def test_the_number_of_compiled_modules_is_told(graphs: Graphs) -> None:
+def test_the_number_of_compiled_modules_is_told(graphs):
     counts = {}
     for mode in ("off", "blocks", "model"):
         model = build("llama", "off").model
@@ -199,13 +195,7 @@ def test_the_number_of_compiled_modules_is_told(graphs: Graphs) -> None:
         ({}, False, ""),
     ],
 )
-def test_a_compiler_is_looked_for_where_torch_looks(
-    env: dict[str, str],
-    cpu: bool,
-    missing: str,
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiler_is_looked_for_where_torch_looks(env, cpu, missing, tmp_path, monkeypatch):
     for name in ("c++", "g++", "clang++", "gcc", "clang"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -220,6 +210,6 @@ def test_a_compiler_is_looked_for_where_torch_looks(
     assert not list(compile.problems("off", cpu=cpu))
 
 
-def test_cuda_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_needs_triton(monkeypatch):
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda name: None)
     assert "triton" in compile.missing_compiler(cpu=False)

@@ -52,15 +52,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(name: str, **changes: Any) -> Any:
+def config(name, **changes):
     return CONFIG_MAPPING[name.split()[0]](**CONFIGS[name] | changes)
 
 
-def ids(rows: int = 1) -> torch.Tensor:
+def ids(rows=1):
     return torch.arange(rows * SEQ_LEN).reshape(rows, SEQ_LEN) % 100
 
 
-def total(described: Any, seq_len: int, arithmetic: str, checkpointing: str = "none") -> int:
+def total(described, seq_len, arithmetic, checkpointing="none"):
     saved = count_saved(described, seq_len, arithmetic, checkpointing)
     return saved.blocks + saved.once
 
@@ -68,9 +68,7 @@ def total(described: Any, seq_len: int, arithmetic: str, checkpointing: str = "n
 @pytest.mark.parametrize(
     ("name", "arithmetic", "checkpointing"), diagonal(CONFIGS, ARITHMETICS, ["none", "full"])
 )
-def test_the_count_is_what_a_real_forward_saves_to_the_byte(
-    name: str, arithmetic: str, checkpointing: str
-) -> None:
+def test_the_count_is_what_a_real_forward_saves_to_the_byte(name, arithmetic, checkpointing):
     if name == "opt" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("the code of opt in transformers before 5.23 reads values of fake tensors")
     kept, cast = saved_bytes(config(name), ids(), arithmetic, checkpointing)
@@ -82,14 +80,14 @@ def test_the_count_is_what_a_real_forward_saves_to_the_byte(
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_batch_keeps_that_for_each_of_its_sequences(checkpointing: str) -> None:
+def test_a_batch_keeps_that_for_each_of_its_sequences(checkpointing):
     """But for the angles of the rotation, which its rows share: little in any model of use."""
     described = llama(384, 512, 8, 8, 4, vocab_size=128)
     kept, _ = saved_bytes(described, ids(4), "bf16", checkpointing)
     assert 4 * total(described, SEQ_LEN, "bf16", checkpointing) == pytest.approx(kept, rel=0.03)
 
 
-def llama(h: int, f: int, layers: int, heads: int, kv: int, **changes: Any) -> LlamaConfig:
+def llama(h, f, layers, heads, kv, **changes):
     return LlamaConfig(
         hidden_size=h,
         intermediate_size=f,
@@ -117,9 +115,7 @@ def llama(h: int, f: int, layers: int, heads: int, kv: int, **changes: Any) -> L
         (CONFIG_MAPPING["gpt2"](**WIDER_GPT2), 200, 1, (26_140_800, 13_079_200, 14_160_000)),
     ],
 )
-def test_figures_measured_elsewhere_are_counted_again(
-    described: Any, tokens: int, rows: int, bytes_of: tuple[int | None, ...]
-) -> None:
+def test_figures_measured_elsewhere_are_counted_again(described, tokens, rows, bytes_of):
     """Rows of a batch share the angles of their rotation, which the count has in each."""
     for arithmetic, expected in zip(ARITHMETICS, bytes_of, strict=True):
         if expected is not None:
@@ -129,7 +125,7 @@ def test_figures_measured_elsewhere_are_counted_again(
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-def test_llama_is_counted_as_a_formula_says(arithmetic: str) -> None:
+def test_llama_is_counted_as_a_formula_says(arithmetic):
     h, f, layers, a, kv, size, tokens = 128, 320, 5, 8, 2, 24, 96
     h_q, h_k = a * size, kv * size
     wide = {
@@ -145,7 +141,7 @@ def test_llama_is_counted_as_a_formula_says(arithmetic: str) -> None:
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-def test_gpt2_is_counted_as_a_formula_says(arithmetic: str) -> None:
+def test_gpt2_is_counted_as_a_formula_says(arithmetic):
     h, layers, a, tokens = 96, 4, 6, 64
     block = {"fp32": 112 * h + 4 * a + 16, "bf16": 56 * h + 4 * a + 8}
     block["autocast"] = 60 * h + 4 * a + 16
@@ -156,9 +152,7 @@ def test_gpt2_is_counted_as_a_formula_says(arithmetic: str) -> None:
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-def test_full_checkpointing_keeps_the_input_of_each_block_and_computes_one_again(
-    arithmetic: str,
-) -> None:
+def test_full_checkpointing_keeps_the_input_of_each_block_and_computes_one_again(arithmetic):
     width, layers = (2 if arithmetic == "bf16" else 4), 7
     described = config("llama", num_hidden_layers=layers)
     none = count_saved(described, SEQ_LEN, arithmetic, "none")
@@ -169,7 +163,7 @@ def test_full_checkpointing_keeps_the_input_of_each_block_and_computes_one_again
     assert 0.9 * again < full.recomputed <= again + none.recomputed
 
 
-def test_selective_keeps_products_and_attention() -> None:
+def test_selective_keeps_products_and_attention():
     """Outputs of seven products, attention's and its log-sum, and the block's input."""
     h, f, a, layers = 64, 96, 4, 3
     saved = count_saved(config("llama"), SEQ_LEN, "fp32", "selective")
@@ -181,7 +175,7 @@ def test_selective_keeps_products_and_attention() -> None:
     assert 0 < none.recomputed < saved.recomputed < full.recomputed
 
 
-def test_casts_are_a_copy_of_every_linear_weight_and_of_the_head() -> None:
+def test_casts_are_a_copy_of_every_linear_weight_and_of_the_head():
     saved = count_saved(config("llama"), SEQ_LEN, "autocast", "none")
     block = 4 * 64 * 64 + 3 * 64 * 96
     assert saved.casts == 2 * (3 * block + 64 * 128)
@@ -190,13 +184,13 @@ def test_casts_are_a_copy_of_every_linear_weight_and_of_the_head() -> None:
 @pytest.mark.parametrize(
     "patterns", [("*layers.0.*", "*embed_tokens*"), ("*.mlp.*",), ("*layers.2.*",)]
 )
-def test_frozen_parameters_change_what_is_kept(patterns: tuple[str, ...]) -> None:
+def test_frozen_parameters_change_what_is_kept(patterns):
     kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", patterns)
     saved = count_saved(config("llama"), SEQ_LEN, "fp32", "none", patterns)
     assert saved.blocks + saved.once == kept < total(config("llama"), SEQ_LEN, "fp32")
 
 
-def test_dropout_keeps_a_byte_an_element_and_attention_no_matrix_of_positions() -> None:
+def test_dropout_keeps_a_byte_an_element_and_attention_no_matrix_of_positions():
     """As on an accelerator; three dropouts outside of attention, one of them after embedding."""
     kept = {p: config("gpt2", attn_pdrop=p, resid_pdrop=p, embd_pdrop=p) for p in (0.0, 0.1)}
     more = total(kept[0.1], SEQ_LEN, "fp32") - total(kept[0.0], SEQ_LEN, "fp32")
@@ -204,10 +198,10 @@ def test_dropout_keeps_a_byte_an_element_and_attention_no_matrix_of_positions() 
     assert more == pytest.approx(masks, rel=0.05)
 
 
-def test_a_model_is_counted_once_and_another_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_counted_once_and_another_one_by_itself(monkeypatch):
     runs = 0
 
-    def counting(*asked: Any) -> Any:
+    def counting(*asked):
         nonlocal runs
         runs += 1
         return of_a_forward(*asked)
@@ -228,7 +222,7 @@ def test_a_model_is_counted_once_and_another_one_by_itself(monkeypatch: pytest.M
     assert runs == 6
 
 
-def test_what_fake_tensors_cannot_run_is_said() -> None:
+def test_what_fake_tensors_cannot_run_is_said():
     described = config("mixtral")
     count_saved(described, SEQ_LEN, "fp32", "none")  # only a private field of the next one differs
     described._experts_implementation = "eager"
@@ -237,7 +231,7 @@ def test_what_fake_tensors_cannot_run_is_said() -> None:
     assert str(raised.value)
 
 
-def test_a_model_that_cannot_be_checkpointed_is_a_mistake_of_the_config() -> None:
+def test_a_model_that_cannot_be_checkpointed_is_a_mistake_of_the_config():
     ctrl = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
     with pytest.raises(UserError, match=r"model\.activation_checkpointing"):
         count_saved(ctrl, SEQ_LEN, "fp32", "full")
@@ -251,9 +245,7 @@ def test_a_model_that_cannot_be_checkpointed_is_a_mistake_of_the_config() -> Non
         pytest.param("gpt2", {"kind": "rslora"}, marks=pytest.mark.wide),
     ],
 )
-def test_adapters_and_their_frozen_base_are_counted_to_the_byte(
-    name: str, adapter: dict[str, Any], arithmetic: str
-) -> None:
+def test_adapters_and_their_frozen_base_are_counted_to_the_byte(name, adapter, arithmetic):
     asked = AdapterConfig(**adapter)
     kept, cast = saved_bytes(config(name), ids(), arithmetic, "none", (), asked)
     saved = count_saved(config(name), SEQ_LEN, arithmetic, "none", (), asked)
@@ -262,7 +254,7 @@ def test_adapters_and_their_frozen_base_are_counted_to_the_byte(
     assert (saved.casts > 0) == (arithmetic == "autocast")
 
 
-def test_dora_keeps_no_graph_of_the_lengths_that_it_divides_by() -> None:
+def test_dora_keeps_no_graph_of_the_lengths_that_it_divides_by():
     """The reference counts that graph, too: it is there for a moment, and nothing needs it."""
     asked = AdapterConfig(kind="dora", targets=["q_proj"])
     kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", (), asked)
@@ -271,7 +263,7 @@ def test_dora_keeps_no_graph_of_the_lengths_that_it_divides_by() -> None:
     assert 3 * identity < kept - saved.blocks - saved.once < 5 * identity
 
 
-def test_adapters_of_some_blocks_alone_are_counted_block_by_block() -> None:
+def test_adapters_of_some_blocks_alone_are_counted_block_by_block():
     asked = AdapterConfig(kind="lora", targets=["*layers.1.*"])
     kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", (), asked)
     saved = count_saved(config("llama"), SEQ_LEN, "fp32", "none", (), asked)

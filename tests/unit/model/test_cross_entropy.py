@@ -1,10 +1,8 @@
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn import functional as F
 
@@ -15,7 +13,7 @@ from llmtrain.model.cross_entropy import chunk_of, linear_cross_entropy, token_l
 HIDDEN, VOCABULARY = 12, 83
 
 
-def inputs(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+def inputs(rows, dtype=torch.float32, seed=0):
     """Return hidden, weight, bias and labels; a third of the labels are masked."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
@@ -27,16 +25,8 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list
 
 
 def exact(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    hidden, weight, labels, *, bias=None, token_weights=None, scale=1.0, softcap=None, z_loss=0.0
+):
     """The plain formulas in float64: the logged loss, and that whose gradient is taken."""
     logits = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     logits = logits * scale
@@ -50,13 +40,13 @@ def exact(
     return loss, loss + z_loss * (logits.logsumexp(-1).square() * factors).sum()
 
 
-def gradients(loss: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+def gradients(loss, leaves):
     wanted = [leaf for leaf in leaves if leaf is not None]
     return list(torch.autograd.grad(loss, wanted))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 150])
-def test_loss_and_gradients_are_those_of_float64(rows: int) -> None:
+def test_loss_and_gradients_are_those_of_float64(rows):
     hidden, weight, bias, labels = inputs(rows)
     weights = torch.linspace(0.1, 2.0, rows)
     options = itertools.product(
@@ -77,12 +67,12 @@ def test_loss_and_gradients_are_those_of_float64(rows: int) -> None:
             torch.testing.assert_close(ours, 3 * right.float(), rtol=1e-4, atol=2e-5)
 
 
-def relative(found: Tensor, right: Tensor) -> float:
+def relative(found, right):
     return float((found.double() - right.double()).norm() / right.double().norm())
 
 
 @pytest.mark.parametrize("narrow_hidden", [True, False], ids=["bf16", "autocast with fp32 hidden"])
-def test_bf16_products_sum_in_fp32_over_128_chunks(narrow_hidden: bool) -> None:
+def test_bf16_products_sum_in_fp32_over_128_chunks(narrow_hidden):
     hidden, weight, _, labels = inputs(512)
     if narrow_hidden:
         hidden, weight = hidden.bfloat16(), weight.bfloat16()
@@ -98,11 +88,11 @@ def test_bf16_products_sum_in_fp32_over_128_chunks(narrow_hidden: bool) -> None:
         assert relative(ours, right) < 1e-2
 
 
-def test_under_autocast_the_products_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_the_products_are_narrow(monkeypatch):
     seen = []
     own = cross_entropy._product
 
-    def watched(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    def watched(a, b, *others):
         seen.append((a.dtype, b.dtype))
         return own(a, b, *others)
 
@@ -113,12 +103,12 @@ def test_under_autocast_the_products_are_narrow(monkeypatch: pytest.MonkeyPatch)
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 2  # logits and the gradient of hidden
 
 
-def test_gradients_are_the_differences_of_the_loss() -> None:
+def test_gradients_are_the_differences_of_the_loss():
     """`gradcheck`, but with one backward, in fp64."""
     hidden, weight, bias, labels = inputs(5, torch.float64)
     leaves = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
 
-    def loss() -> Tensor:
+    def loss():
         x, w, b = leaves
         return linear_cross_entropy(x, w, labels, bias=b, scale=0.5, softcap=4.0, chunk_rows=2)
 
@@ -135,7 +125,7 @@ def test_gradients_are_the_differences_of_the_loss() -> None:
             assert found.view(-1)[index].item() == pytest.approx(difference, abs=1e-8, rel=1e-6)
 
 
-def test_labels_that_the_model_holds_impossible_have_their_loss() -> None:
+def test_labels_that_the_model_holds_impossible_have_their_loss():
     """Their probability is 0 in fp32, and that of another entry is 1."""
     weight = torch.tensor([[100.0], [-100.0], [0.0]])
     hidden = torch.tensor([[1.0], [2.0], [-2.0], [2.0]]).requires_grad_()
@@ -147,14 +137,14 @@ def test_labels_that_the_model_holds_impossible_have_their_loss() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 1031, 50_304])
-def test_softmax_in_place_has_the_bits_of_softmax(vocabulary: int) -> None:
+def test_softmax_in_place_has_the_bits_of_softmax(vocabulary):
     """torch documents no `out=` that is the input; our memory depends on it."""
     logits = torch.randn(65, vocabulary, generator=torch.Generator().manual_seed(0)) * 10
     apart = torch.softmax(logits, 1)
     assert torch.equal(torch.softmax(logits, 1, out=logits), apart)
 
 
-def test_a_gradient_of_several_slabs_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_of_several_slabs_is_that_of_one(monkeypatch):
     hidden, weight, _, labels = inputs(70)
     leaves = [hidden.bfloat16(), weight.bfloat16().requires_grad_()]
     (one,) = gradients(linear_cross_entropy(*leaves, labels, chunk_rows=32), leaves[1:])
@@ -163,7 +153,7 @@ def test_a_gradient_of_several_slabs_is_that_of_one(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(several, one, rtol=2**-8, atol=0)
 
 
-def test_rows_without_labels_have_no_loss_and_no_gradient() -> None:
+def test_rows_without_labels_have_no_loss_and_no_gradient():
     hidden, weight, _, labels = inputs(9)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     found = linear_cross_entropy(*leaves, torch.full_like(labels, -100), z_loss=0.1)
@@ -173,14 +163,12 @@ def test_rows_without_labels_have_no_loss_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("known", [False, True], ids=["looked for", "known"])
 @pytest.mark.parametrize("chunk_rows", [None, 4])
-def test_rows_without_a_label_never_reach_the_head(
-    monkeypatch: pytest.MonkeyPatch, chunk_rows: int | None, known: bool
-) -> None:
+def test_rows_without_a_label_never_reach_the_head(monkeypatch, chunk_rows, known):
     """They may hold anything: a row that is multiplied by 0 would make NaN of NaN."""
     seen: list[int] = []
     own = cross_entropy._product
 
-    def watched(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    def watched(a, b, *others):
         seen.append(a.shape[0])
         return own(a, b, *others)
 
@@ -202,7 +190,7 @@ def test_rows_without_a_label_never_reach_the_head(
     assert sum(seen) == 2 * int((labels != -100).sum()) + VOCABULARY
 
 
-def test_a_frozen_weight_gets_no_gradient_and_no_memory() -> None:
+def test_a_frozen_weight_gets_no_gradient_and_no_memory():
     hidden, weight, _, labels = inputs(9)
     found = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
     assert found.grad_fn is not None
@@ -212,7 +200,7 @@ def test_a_frozen_weight_gets_no_gradient_and_no_memory() -> None:
     torch.testing.assert_close(hidden.grad, gradients(logged, [hidden])[0].float())
 
 
-def test_evaluation_makes_no_gradient_and_has_the_same_bits() -> None:
+def test_evaluation_makes_no_gradient_and_has_the_same_bits():
     hidden, weight, bias, labels = inputs(700)
     trained = linear_cross_entropy(hidden.requires_grad_(), weight, labels, bias=bias)
     with torch.no_grad():
@@ -227,7 +215,7 @@ def test_evaluation_makes_no_gradient_and_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_labels_known_to_be_trained_change_no_bit(scale: float, weighted: bool) -> None:
+def test_labels_known_to_be_trained_change_no_bit(scale, weighted):
     hidden, weight, _, labels = inputs(90)
     leaves, labels = [hidden.requires_grad_(), weight.requires_grad_()], labels.clamp(min=0)
     given = {"token_weights": torch.linspace(0.1, 2, 90) if weighted else None, "scale": scale}
@@ -238,7 +226,7 @@ def test_labels_known_to_be_trained_change_no_bit(scale: float, weighted: bool) 
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_second_backward_raises() -> None:
+def test_a_second_backward_raises():
     hidden, weight, _, labels = inputs(4)
     found = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
     found.backward(retain_graph=True)
@@ -246,7 +234,7 @@ def test_a_second_backward_raises() -> None:
         found.backward()
 
 
-def test_a_sharded_weight_is_refused() -> None:
+def test_a_sharded_weight_is_refused():
     hidden, weight, _, labels = inputs(4)
     with own_environment():
         mesh = init_device_mesh("cpu", (1,))
@@ -256,7 +244,7 @@ def test_a_sharded_weight_is_refused() -> None:
         linear_cross_entropy(hidden, sharded, labels)
 
 
-def test_chunks_of_a_gpu_have_many_rows_and_bounded_logits() -> None:
+def test_chunks_of_a_gpu_have_many_rows_and_bounded_logits():
     assert chunk_of("cpu").rows(50_304) == 256
     assert [chunk_of("cpu").piece(v) for v in (2_048, 50_304, 2**21)] == [512, 20, 1]
     assert chunk_of("cuda").rows(128_256) == 2048

@@ -1,8 +1,5 @@
 """Positions and borders of a micro-batch, by hand; conversations of a block, each alone."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,23 +18,23 @@ CPU = torch.device("cpu")
 STARTS = [np.array([0, 3], np.int32), np.array([0], np.int32)]
 
 
-def tensors(name: str) -> dict[str, Any]:
+def tensors(name):
     return document_tensors(STARTS, 5, name, CPU)
 
 
-def test_positions_restart_with_each_document_and_row() -> None:
+def test_positions_restart_with_each_document_and_row():
     found = tensors(NAME)["position_ids"]
     assert found.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
     assert found.dtype == torch.int64
 
 
-def test_borders_run_through_the_rows() -> None:
+def test_borders_run_through_the_rows():
     found = tensors(NAME)["cu_seq_lens"]
     assert found.tolist() == [0, 3, 5, 10]
     assert found.dtype == torch.int32
 
 
-def test_max_length_takes_few_values_and_covers_the_longest_document() -> None:
+def test_max_length_takes_few_values_and_covers_the_longest_document():
     found = {longest: round_up(longest, 100) for longest in range(1, 101)}
     assert all(value >= longest for longest, value in found.items())
     assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 100}
@@ -45,7 +42,7 @@ def test_max_length_takes_few_values_and_covers_the_longest_document() -> None:
     assert tensors(NAME)["max_length"] == 5
 
 
-def test_a_compiled_model_gets_few_shapes_and_one_length() -> None:
+def test_a_compiled_model_gets_few_shapes_and_one_length():
     """Empty documents at the end fill the borders up to a power of two."""
     found = {}
     for count in range(1, 16):
@@ -62,14 +59,14 @@ def test_a_compiled_model_gets_few_shapes_and_one_length() -> None:
     assert set(found.values()) == {16}
 
 
-def test_only_our_attention_is_told_the_borders() -> None:
+def test_only_our_attention_is_told_the_borders():
     assert tensors(NAME).keys() == {"position_ids", "cu_seq_lens", "max_length"}
     for own in ("sdpa", "eager"):
         assert tensors(own).keys() == {"position_ids"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_conversations_of_a_block_do_not_see_each_other(tmp_path: Path, kind: str) -> None:
+def test_the_conversations_of_a_block_do_not_see_each_other(tmp_path, kind):
     """Each has the logits that plain transformers computes for it alone."""
     tokenizer = chats.make(tmp_path / "tokenizer", "chatml")
     path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(40))

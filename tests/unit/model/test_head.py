@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -6,7 +5,7 @@ import pytest
 import torch
 from helpers.bases import small_fields
 from helpers.rings import needs
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.model import attention, trainable
@@ -49,13 +48,13 @@ KINDS: dict[str, tuple[dict[str, Any], Head | str]] = {
 }
 
 
-def build(kind: str, **more: Any) -> PreTrainedModel:
+def build(kind, **more):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind][0], **more})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch():
     ids = (torch.arange(3 * 17).view(3, 17) * 31 + 5) % 97
     labels = ids.clone()
     labels[1, 9:] = -100
@@ -63,7 +62,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def gradients_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+def gradients_of(model):
     found: dict[str, torch.Tensor] = {}
     model.zero_grad(set_to_none=True)
     yield found
@@ -71,7 +70,7 @@ def gradients_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
 
 
-def assert_same(model: PreTrainedModel, head: Head | None) -> None:
+def assert_same(model, head):
     """Assert that loss and gradients are those of transformers' own loss."""
     ids, labels = batch()
     trained = int((labels[:, 1:] != -100).sum())
@@ -99,7 +98,7 @@ def assert_same(model: PreTrainedModel, head: Head | None) -> None:
         for kind in KINDS
     ],
 )
-def test_the_loss_is_the_models_own(kind: str) -> None:
+def test_the_loss_is_the_models_own(kind):
     model = build(kind)
     found, expected = examine(model), KINDS[kind][1]
     if expected == LOGITS:
@@ -115,7 +114,7 @@ def test_the_loss_is_the_models_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_the_loss_of_a_router_is_added(kind: str) -> None:
+def test_the_loss_of_a_router_is_added(kind):
     """`output_router_logits` was once dropped without a word."""
     model = build(kind, output_router_logits=True, router_aux_loss_coef=0.5)
     assert examine(model) == "the loss of its router comes with its logits"
@@ -128,7 +127,7 @@ def test_the_loss_of_a_router_is_added(kind: str) -> None:
     torch.testing.assert_close(trained, scored)  # both are the loss of the tokens alone
 
 
-def adapted(kind: str, tokens: tuple[int, ...] = (), targets: Any = "auto", **more: Any) -> Any:
+def adapted(kind, tokens=(), targets="auto", **more):
     model = build(kind, **more)
     attention.install(model, 17)
     trainable.attach(model, AdapterConfig(kind="lora", r=4, targets=targets), tokens)
@@ -143,7 +142,7 @@ def adapted(kind: str, tokens: tuple[int, ...] = (), targets: Any = "auto", **mo
 @pytest.mark.parametrize(
     ("tied", "tokens"), [(True, (3, 5)), (False, (3, 5)), (True, ()), (False, ())]
 )
-def test_a_head_that_an_adapter_wraps_keeps_its_logits(tied: bool, tokens: tuple[int, ...]) -> None:
+def test_a_head_that_an_adapter_wraps_keeps_its_logits(tied, tokens):
     model = adapted("llama", tokens, tie_word_embeddings=tied)
     found = why_wrapped(model)
     assert ("TrainableTokensWrapper" in found) == bool(tokens)
@@ -151,14 +150,14 @@ def test_a_head_that_an_adapter_wraps_keeps_its_logits(tied: bool, tokens: tuple
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "cohere", "bert", "mixtral"])
-def test_a_model_on_paper_gets_the_same_answer(kind: str) -> None:
+def test_a_model_on_paper_gets_the_same_answer(kind):
     config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind][0]})
     with fake_tensors():
         found = examine(from_config(config), compare=False)
     assert isinstance(found, Head) == isinstance(KINDS[kind][1], Head)
 
 
-def test_a_cap_shows_although_the_logits_of_a_new_model_are_small() -> None:
+def test_a_cap_shows_although_the_logits_of_a_new_model_are_small():
     model = build("gemma2", final_logit_softcapping=None)
     assert examine(model) == Head()
     model.config.final_logit_softcapping = 30.0
@@ -167,11 +166,11 @@ def test_a_cap_shows_although_the_logits_of_a_new_model_are_small() -> None:
 
 
 @pytest.mark.parametrize("change", [1.0, 5e-5])  # of the largest logit
-def test_a_model_that_changes_its_logits_otherwise_keeps_them(change: float) -> None:
+def test_a_model_that_changes_its_logits_otherwise_keeps_them(change):
     model = build("llama")
     own = model.forward
 
-    def forward(*arguments: Any, **keywords: Any) -> Any:
+    def forward(*arguments, **keywords):
         output = own(*arguments, **keywords)
         most = change * float(output.logits.abs().max())
         output.logits = output.logits + most * torch.linspace(-1.0, 1.0, 97)
@@ -183,22 +182,22 @@ def test_a_model_that_changes_its_logits_otherwise_keeps_them(change: float) -> 
 
 
 class Doubled(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         return 2 * super().forward(input)
 
 
-def test_without_a_linear_head_there_is_a_reason() -> None:
+def test_without_a_linear_head_there_is_a_reason():
     for head in (torch.nn.Sequential(torch.nn.Linear(32, 97)), Doubled(32, 97)):
         model = build("llama")
         model.lm_head = head
         assert examine(model) == f"its head is no plain linear layer but {type(head).__name__}"
 
 
-def test_a_model_that_calls_its_head_twice_keeps_its_logits() -> None:
+def test_a_model_that_calls_its_head_twice_keeps_its_logits():
     model = build("llama")
     own = model.forward
 
-    def forward(*arguments: Any, **keywords: Any) -> Any:
+    def forward(*arguments, **keywords):
         output = own(*arguments, **keywords)
         model.lm_head(torch.zeros(1, 32))
         return output

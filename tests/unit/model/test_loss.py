@@ -24,14 +24,14 @@ SHAPES = {
 }
 
 
-def build(model_type: str) -> torch.nn.Module:
+def build(model_type):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[model_type](vocab_size=64, **SHAPES[model_type])
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("model_type", list(SHAPES))
-def test_the_sum_is_transformers_own_mean_times_its_tokens(model_type: str) -> None:
+def test_the_sum_is_transformers_own_mean_times_its_tokens(model_type):
     model = build(model_type)
     ids = made_up_batch(3, 9, 64, torch.device("cpu"))
     labels = ids.clone()
@@ -43,7 +43,7 @@ def test_the_sum_is_transformers_own_mean_times_its_tokens(model_type: str) -> N
     assert ours.item() == pytest.approx(model(ids, labels=labels).loss.item() * trained, rel=1e-5)
 
 
-def test_bf16_arithmetic_still_returns_an_fp32_sum() -> None:
+def test_bf16_arithmetic_still_returns_an_fp32_sum():
     model = build("llama")
     ids = made_up_batch(2, 9, 64, torch.device("cpu"))
     exact = LossModule(model)(ids[:, :-1], ids[:, 1:])
@@ -53,17 +53,17 @@ def test_bf16_arithmetic_still_returns_an_fp32_sum() -> None:
     assert rounded.item() == pytest.approx(exact.item(), rel=1e-2)
 
 
-def test_without_labels_the_last_positions_logits_come_back() -> None:
+def test_without_labels_the_last_positions_logits_come_back():
     model = build("llama")
     ids = made_up_batch(2, 9, 64, torch.device("cpu"))
     found = LossModule(model)(ids)
     assert torch.equal(found, model(ids).logits[:, -1])
 
 
-def test_no_cache_is_made_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cache_is_made_while_training(monkeypatch):
     import transformers.models.llama.modeling_llama as llama
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def refuse(*args, **kwargs):
         raise AssertionError("a cache was made")
 
     monkeypatch.setattr(llama, "DynamicCache", refuse)
@@ -73,7 +73,7 @@ def test_no_cache_is_made_while_training(monkeypatch: pytest.MonkeyPatch) -> Non
     LossModule(model)(ids, ids).backward()
 
 
-def test_it_passes_on_what_accelerate_asks_the_root_for() -> None:
+def test_it_passes_on_what_accelerate_asks_the_root_for():
     module = LossModule(build("llama"))
     assert module.config is module.model.config
     assert module.base_model is module.model.model
@@ -83,7 +83,7 @@ def test_it_passes_on_what_accelerate_asks_the_root_for() -> None:
     module.tie_weights()
 
 
-def test_a_made_up_batch_draws_no_random_numbers() -> None:
+def test_a_made_up_batch_draws_no_random_numbers():
     before = torch.get_rng_state()
     ids = made_up_batch(4, 7, 11, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
@@ -92,7 +92,7 @@ def test_a_made_up_batch_draws_no_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "torch"])
-def test_each_kernel_computes_what_the_logits_give(kernel: str) -> None:
+def test_each_kernel_computes_what_the_logits_give(kernel):
     model = build("llama")
     ids = made_up_batch(3, 9, 64, torch.device("cpu"))
     labels = ids.clone()
@@ -107,7 +107,7 @@ def test_each_kernel_computes_what_the_logits_give(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("head", [None, Head()], ids=["logits", "chunked"])
-def test_z_loss_adds_its_gradient_and_not_its_value(head: Head | None) -> None:
+def test_z_loss_adds_its_gradient_and_not_its_value(head):
     model = build("llama")
     ids = made_up_batch(2, 9, 64, torch.device("cpu"))
     plain, more = LossModule(model, head)(ids, ids), LossModule(model, head, z_loss=0.01)(ids, ids)

@@ -6,7 +6,7 @@ import torch
 from helpers.bases import small_fields
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
@@ -25,13 +25,13 @@ WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 IDS = (torch.arange(24).reshape(2, 12) * 7919 + 13) % 64
 
 
-def build(kind: str, **changes: Any) -> PreTrainedModel:
+def build(kind, **changes):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**COMMON | MODELS[kind] | changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def gradients(model: PreTrainedModel, checkpointing: str) -> dict[str, torch.Tensor | None]:
+def gradients(model, checkpointing):
     """Of a copy, from the same random state."""
     twin = copy.deepcopy(model)
     shape.apply_checkpointing(twin, checkpointing)
@@ -41,7 +41,7 @@ def gradients(model: PreTrainedModel, checkpointing: str) -> dict[str, torch.Ten
 
 
 class Counted(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: dict[Any, int] = {}
 
@@ -52,7 +52,7 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_gradients_are_the_same_to_the_bit(kind: str, checkpointing: str) -> None:
+def test_gradients_are_the_same_to_the_bit(kind, checkpointing):
     model = build(kind, **(WITHOUT_DROPOUT if kind == "gpt2" else {}))
     expected, found = gradients(model, "none"), gradients(model, checkpointing)
     assert all(torch.equal(found[name], one) for name, one in expected.items())
@@ -64,9 +64,7 @@ def test_gradients_are_the_same_to_the_bit(kind: str, checkpointing: str) -> Non
     ("kind", "dropout"),
     [("gpt2", dict.fromkeys(WITHOUT_DROPOUT, 0.3)), ("llama", {"attention_dropout": 0.3})],
 )
-def test_dropout_falls_the_same_the_second_time(
-    kind: str, dropout: dict[str, float], checkpointing: str
-) -> None:
+def test_dropout_falls_the_same_the_second_time(kind, dropout, checkpointing):
     model = build(kind, **dropout)
     expected, found = gradients(model, "none"), gradients(model, checkpointing)
     assert all(torch.equal(found[name], one) for name, one in expected.items())
@@ -74,7 +72,7 @@ def test_dropout_falls_the_same_the_second_time(
     assert not all(torch.equal(still[name], one) for name, one in expected.items())
 
 
-def test_selective_computes_no_matrix_product_and_no_attention_again() -> None:
+def test_selective_computes_no_matrix_product_and_no_attention_again():
     aten = torch.ops.aten
     dear = (aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default)
     calls = {}
@@ -90,7 +88,7 @@ def test_selective_computes_no_matrix_product_and_no_attention_again() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_frozen_parameters_get_no_gradient_and_the_others_the_same(checkpointing: str) -> None:
+def test_frozen_parameters_get_no_gradient_and_the_others_the_same(checkpointing):
     model = build("llama")
     freeze(model, ("*embed_tokens*", "*layers.0.*", "*layers.2.mlp*"))
     expected, found = gradients(model, "none"), gradients(model, checkpointing)
@@ -98,7 +96,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_same(checkpointing
         assert (one is None and found[name] is None) or torch.equal(found[name], one)
 
 
-def test_blocks_below_the_first_trained_parameter_are_not_computed_again() -> None:
+def test_blocks_below_the_first_trained_parameter_are_not_computed_again():
     model = build("llama")
     freeze(model, ("*embed_tokens*", "*layers.0.*", "*layers.1.*"))
     rsqrt = {}
@@ -109,7 +107,7 @@ def test_blocks_below_the_first_trained_parameter_are_not_computed_again() -> No
     assert rsqrt["full"] == rsqrt["none"] + 2  # both norms of the last block
 
 
-def test_none_changes_nothing() -> None:
+def test_none_changes_nothing():
     model = build("llama")
     shape.apply_checkpointing(model, "none")
     assert not any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
@@ -117,7 +115,7 @@ def test_none_changes_nothing() -> None:
     assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
 
 
-def test_a_model_that_does_not_support_it_is_refused() -> None:
+def test_a_model_that_does_not_support_it_is_refused():
     config = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
     model = AutoModelForCausalLM.from_config(config)
     assert isinstance(model, nn.Module)

@@ -4,15 +4,13 @@ The reference is plain transformers, one document at a time.
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.bases import small_fields
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
@@ -58,14 +56,14 @@ SHORT = np.array([0, 24, 48, 72])  # four documents of 24 tokens
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def build(kind: str, fields: dict[str, Any], scale: float = 3.0) -> PreTrainedModel:
+def build(kind, fields, scale=3.0):
     torch.manual_seed(1)
     config = CONFIG_MAPPING[kind](**copy.deepcopy({**SMALL, **fields}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -76,23 +74,23 @@ def build(kind: str, fields: dict[str, Any], scale: float = 3.0) -> PreTrainedMo
     return model
 
 
-def some_ids(rows: int) -> Tensor:
+def some_ids(rows):
     return torch.randint(3, 199, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(0))
 
 
-def alone(model: PreTrainedModel, row: Tensor, starts: np.ndarray) -> Tensor:
+def alone(model, row, starts):
     """Logits of each document of a row by itself, (T, V)."""
     parts = row.tensor_split(starts[1:].tolist())
     return torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
 
 
-def furthest(one: Tensor, other: Tensor) -> float:
+def furthest(one, other):
     """The largest difference, as a share of the largest number."""
     return float((one - other).abs().max() / other.abs().max())
 
 
 @torch.no_grad()
-def test_long_factors_of_rope_do_not_reach_short_documents_of_a_row() -> None:
+def test_long_factors_of_rope_do_not_reach_short_documents_of_a_row():
     ids = some_ids(2)
     right = alone(build("phi3", MODELS["phi3"]), ids[0], SHORT)
     model = build("phi3", MODELS["phi3"])
@@ -106,7 +104,7 @@ def test_long_factors_of_rope_do_not_reach_short_documents_of_a_row() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
-def test_short_and_long_documents_of_a_row_and_of_a_batch_are_as_alone(kind: str) -> None:
+def test_short_and_long_documents_of_a_row_and_of_a_batch_are_as_alone(kind):
     """33 tokens are the fewest for the long factors, 32 the most for the short ones."""
     ids, rows = some_ids(3), [SHORT, np.array([0, 33, 65]), np.array([0, 5])]
     plain, model = build(kind, MODELS[kind]), build(kind, MODELS[kind])
@@ -121,7 +119,7 @@ def test_short_and_long_documents_of_a_row_and_of_a_batch_are_as_alone(kind: str
 
 
 @torch.no_grad()
-def test_rows_that_are_padded_on_the_right_are_as_alone() -> None:
+def test_rows_that_are_padded_on_the_right_are_as_alone():
     """Padding has position 0, so that it makes no row longer."""
     ids, lengths = some_ids(3), [20, 32, 90]
     plain, model = build("llama", MODELS["llama"]), build("llama", MODELS["llama"])
@@ -136,7 +134,7 @@ def test_rows_that_are_padded_on_the_right_are_as_alone() -> None:
         assert furthest(got[row, :length], right) < 1e-6
 
 
-def test_the_gradient_is_that_of_each_document_alone() -> None:
+def test_the_gradient_is_that_of_each_document_alone():
     ids, labels = some_ids(2), some_ids(2).roll(-1, 1)
     rows = [SHORT, np.array([0, 40])]
     plain, model = build("phi3", MODELS["phi3"]), build("phi3", MODELS["phi3"])
@@ -156,7 +154,7 @@ def test_the_gradient_is_that_of_each_document_alone() -> None:
 
 
 @torch.no_grad()
-def test_up_to_the_original_length_no_bit_changes() -> None:
+def test_up_to_the_original_length_no_bit_changes():
     ids, starts = some_ids(2)[:, :ORIGINAL], [np.array([0, 7]), np.array([0])]
     plain, model = build("phi3", MODELS["phi3"]), build("phi3", MODELS["phi3"])
     attention.rope_by_document(model)
@@ -167,7 +165,7 @@ def test_up_to_the_original_length_no_bit_changes() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
-def test_a_text_by_itself_and_its_generation_are_transformers_own(kind: str) -> None:
+def test_a_text_by_itself_and_its_generation_are_transformers_own(kind):
     plain, model = build(kind, MODELS[kind]), build(kind, MODELS[kind])
     attention.rope_by_document(model)
     for length in (5, 32, 33, 96):
@@ -194,8 +192,8 @@ def test_a_text_by_itself_and_its_generation_are_transformers_own(kind: str) -> 
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
 def test_the_check_refuses_a_rope_that_chooses_for_the_whole_micro_batch(
-    kind: str, check: Any, scale: float, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, check, scale, precision, monkeypatch
+):
     forward = {}
     for chosen in ("by document", "together"):
         if chosen == "together":
@@ -216,7 +214,7 @@ def test_the_check_refuses_a_rope_that_chooses_for_the_whole_micro_batch(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @torch.no_grad()
-def test_dynamic_ntk_is_refused_beyond_its_length_and_passes_up_to_it(precision: str) -> None:
+def test_dynamic_ntk_is_refused_beyond_its_length_and_passes_up_to_it(precision):
     """Its frequencies depend on the exact length, so there is no choice for each document."""
     model = build("llama", {"max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC}, 1.0)
     attention.install(model, SEQ_LEN)
@@ -230,7 +228,7 @@ def test_dynamic_ntk_is_refused_beyond_its_length_and_passes_up_to_it(precision:
     assert problem.remedy == f"data.seq_len={ORIGINAL}"
 
 
-def test_which_ropes_depend_on_length() -> None:
+def test_which_ropes_depend_on_length():
     dynamic = {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}
     assert {
         kind: attention.rope_change(build(kind, fields)) for kind, fields in MODELS.items()
@@ -244,7 +242,7 @@ def test_which_ropes_depend_on_length() -> None:
     )
 
 
-def test_the_choice_is_installed_once() -> None:
+def test_the_choice_is_installed_once():
     model = build("phi3", MODELS["phi3"])
     for _ in range(2):
         attention.use(model, attention.install(model, SEQ_LEN))

@@ -3,14 +3,12 @@
 The reference is transformers' own loss, with its router's or without, and its own mask of padding.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.bases import small_fields
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.model import attention
 from llmtrain.model.attention import padding_tensors
@@ -30,14 +28,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def build(kind: str, **more: Any) -> PreTrainedModel:
+def build(kind, **more):
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**SMALL, **MODELS[kind], **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
@@ -49,13 +47,13 @@ def build(kind: str, **more: Any) -> PreTrainedModel:
     return model
 
 
-def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
+def batch(rows=4):
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(3, 199, (rows, SEQ_LEN), generator=generator) for _ in range(2))
     return ids, labels
 
 
-def trained(model: PreTrainedModel, parts: list[slice]) -> tuple[float, float, Tensor]:
+def trained(model, parts):
     """Loss and router loss of a step a token, as a run logs them, and the gradient."""
     module, (ids, labels) = LossModule(model), batch()
     model.zero_grad()
@@ -69,7 +67,7 @@ def trained(model: PreTrainedModel, parts: list[slice]) -> tuple[float, float, T
     return loss, router, torch.cat(gradients)
 
 
-def plain(model: PreTrainedModel, parts: list[slice]) -> tuple[float, float, Tensor]:
+def plain(model, parts):
     """The same by transformers alone."""
     ids, labels = batch()
     model.zero_grad()
@@ -89,7 +87,7 @@ WHOLE = [slice(0, 4)]
 ROWS = [slice(row, row + 1) for row in range(4)]
 
 
-def same_loss_apart_from_the_routers(kind: str) -> None:
+def same_loss_apart_from_the_routers(kind):
     model = build(kind)
     (a, a_router, whole), (b, b_router, rows) = trained(model, WHOLE), trained(model, ROWS)
     assert a == pytest.approx(b, abs=1e-6)
@@ -102,11 +100,11 @@ def same_loss_apart_from_the_routers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
-def test_the_loss_of_a_mixture_does_not_depend_on_the_split_into_micro_batches(kind: str) -> None:
+def test_the_loss_of_a_mixture_does_not_depend_on_the_split_into_micro_batches(kind):
     same_loss_apart_from_the_routers(kind)
 
 
-def test_the_gradient_has_the_bits_of_the_sum_of_both_losses() -> None:
+def test_the_gradient_has_the_bits_of_the_sum_of_both_losses():
     model, (ids, labels) = build("mixtral"), batch()
     module = LossModule(model)
     module(ids, labels).backward()
@@ -122,7 +120,7 @@ def test_the_gradient_has_the_bits_of_the_sum_of_both_losses() -> None:
 
 
 @pytest.mark.parametrize("given", [{"output_router_logits": False}, {}], ids=["not asked", "eval"])
-def test_nothing_is_kept_where_nothing_is_trained(given: dict[str, Any]) -> None:
+def test_nothing_is_kept_where_nothing_is_trained(given):
     module = LossModule(build("mixtral", **given)).train(bool(given))
     with torch.no_grad():
         module(*batch())
@@ -131,7 +129,7 @@ def test_nothing_is_kept_where_nothing_is_trained(given: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_padding_on_the_right_does_not_count_for_the_router(kind: str) -> None:
+def test_padding_on_the_right_does_not_count_for_the_router(kind):
     """Equal to transformers' loss with a mask of padding, and to that of rows without any."""
     model, (ids, labels) = build(kind), batch(2)
     module, lengths = LossModule(model), torch.tensor([20, 70])
@@ -140,7 +138,7 @@ def test_padding_on_the_right_does_not_count_for_the_router(kind: str) -> None:
     given = padding_tensors(labels.numpy(), torch.device("cpu"), by_length=False, routed=True)
     assert torch.equal(given["real"], mask.flatten().nonzero().flatten())
 
-    def router(rows: slice, width: int, **more: Any) -> float:
+    def router(rows, width, **more):
         module(ids[rows, :width], labels[rows, :width], **more)
         assert module.router_loss is not None
         return module.router_loss.item()
@@ -155,7 +153,7 @@ def test_padding_on_the_right_does_not_count_for_the_router(kind: str) -> None:
     assert padded == pytest.approx(alone, rel=1e-5)
 
 
-def test_the_gradient_of_a_padded_row_is_that_of_the_row_alone() -> None:
+def test_the_gradient_of_a_padded_row_is_that_of_the_row_alone():
     model, (ids, labels) = build("mixtral"), batch(1)
     module = LossModule(model)
     module(ids[:, :20], labels[:, :20]).backward()

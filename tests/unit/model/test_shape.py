@@ -7,12 +7,11 @@ from helpers.bases import small_fields
 from helpers.rings import needs
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
 from llmtrain.model.shape import describe_parameters, on_meta
-from llmtrain.types import ModelShape
 
 SMALL = small_fields(16, 3, 2, vocab_size=64)
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -26,15 +25,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(model_type: str, **changes: Any) -> Any:
+def config(model_type, **changes):
     return CONFIG_MAPPING[model_type](**(CONFIGS[model_type] | changes))
 
 
-def real(described: Any) -> PreTrainedModel:
+def real(described):
     return AutoModelForCausalLM.from_config(described, dtype=torch.float32)
 
 
-def elements(shape: ModelShape, **having: Any) -> int:
+def elements(shape, **having):
     return sum(
         math.prod(one.shape)
         for one in shape.parameters
@@ -43,7 +42,7 @@ def elements(shape: ModelShape, **having: Any) -> int:
 
 
 @pytest.mark.parametrize("model_type", list(CONFIGS))
-def test_the_census_agrees_with_the_model_that_is_built(model_type: str) -> None:
+def test_the_census_agrees_with_the_model_that_is_built(model_type):
     shape, model = describe_parameters(config(model_type)), real(config(model_type))
     assert [one.shape for one in shape.parameters] == [tuple(p.shape) for p in model.parameters()]
     assert shape.count == shape.trainable == sum(p.numel() for p in model.parameters())
@@ -53,26 +52,26 @@ def test_the_census_agrees_with_the_model_that_is_built(model_type: str) -> None
 
 
 @pytest.mark.parametrize("model_type", list(CONFIGS))
-def test_every_parameter_between_embedding_and_head_is_in_its_block(model_type: str) -> None:
+def test_every_parameter_between_embedding_and_head_is_in_its_block(model_type):
     shape, model = describe_parameters(config(model_type)), real(config(model_type))
     for one, (name, _) in zip(shape.parameters, model.named_parameters(), strict=True):
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         assert one.block == (numbers[0] if numbers else None), name
 
 
-def test_blocks_that_the_model_does_not_name_have_no_class() -> None:
+def test_blocks_that_the_model_does_not_name_have_no_class():
     assert describe_parameters(config("llama")).block_class == "LlamaDecoderLayer"
     unnamed = describe_parameters(config("bert-generation"))
     assert (unnamed.block_class, unnamed.listed) == (None, "BertGenerationLayer")
 
 
-def test_a_model_whose_code_cannot_compute_again_says_so() -> None:
+def test_a_model_whose_code_cannot_compute_again_says_so():
     ctrl = CONFIG_MAPPING["ctrl"](n_embd=16, n_layer=2, n_head=2, dff=24, vocab_size=64)
     assert not describe_parameters(ctrl).recomputes
     assert describe_parameters(config("llama")).recomputes
 
 
-def test_a_tied_head_is_counted_once_and_known_as_tied() -> None:
+def test_a_tied_head_is_counted_once_and_known_as_tied():
     tied, apart = (
         describe_parameters(config("qwen3", tie_word_embeddings=tied)) for tied in (True, False)
     )
@@ -81,7 +80,7 @@ def test_a_tied_head_is_counted_once_and_known_as_tied() -> None:
 
 
 @needs("transformers", "5.14")  # before it, no config tells the sizes of a layer
-def test_attention_counts_heads_by_their_size_in_layers_that_have_them() -> None:
+def test_attention_counts_heads_by_their_size_in_layers_that_have_them():
     assert describe_parameters(config("llama")).attention == 3 * 16
     assert describe_parameters(config("qwen3")).attention == 3 * 2 * 12
     mamba = CONFIG_MAPPING["mamba"](hidden_size=16, num_hidden_layers=2, vocab_size=64)
@@ -92,7 +91,7 @@ def test_attention_counts_heads_by_their_size_in_layers_that_have_them() -> None
     assert describe_parameters(varied).attention == 2 * (8 + 8 + 16)
 
 
-def test_frozen_parameters_are_not_trainable() -> None:
+def test_frozen_parameters_are_not_trainable():
     shape = describe_parameters(config("llama"), ("model.layers.0.*", "model.embed_tokens.*"))
     assert shape.count - shape.trainable == elements(shape, block=0) + shape.embedding
     assert elements(shape, block=0, trainable=True) == 0
@@ -101,7 +100,7 @@ def test_frozen_parameters_are_not_trainable() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2"])
-def test_cast_are_those_whose_bf16_copy_a_real_forward_keeps(model_type: str) -> None:
+def test_cast_are_those_whose_bf16_copy_a_real_forward_keeps(model_type):
     model = real(config(model_type)).train()
     owners = {p.data_ptr(): p for p in model.parameters()}
     copies: dict[int, int] = {}
@@ -131,14 +130,14 @@ def test_cast_are_those_whose_bf16_copy_a_real_forward_keeps(model_type: str) ->
     assert {p.data_ptr() for one, p in pairs if one.cast} == expected != set()
 
 
-def test_stacked_experts_are_not_cast() -> None:
+def test_stacked_experts_are_not_cast():
     shape = describe_parameters(config("mixtral"))
     experts = [one for one in shape.parameters if len(one.shape) == 3]
     assert experts
     assert not any(one.cast for one in experts)
 
 
-def test_a_model_of_any_size_takes_no_memory() -> None:
+def test_a_model_of_any_size_takes_no_memory():
     shape = describe_parameters(
         LlamaConfig(
             hidden_size=8192,

@@ -1,7 +1,6 @@
 """The run's tokenizer: what transformers saves is what the data room opens."""
 
 import json
-from pathlib import Path
 
 import pytest
 from helpers.corpus import with_hole, write_tokenizer
@@ -39,7 +38,7 @@ TEXTS = [
         ),
     ],
 )
-def test_a_saved_tokenizer_gives_transformers_ids(tmp_path: Path, name: str) -> None:
+def test_a_saved_tokenizer_gives_transformers_ids(tmp_path, name):
     real = name.startswith("real")
     source = shared(f"tokenizers/{name.split()[1]}") if real else SMALL / name
     save_tokenizer(str(source), None, tmp_path / name)
@@ -50,7 +49,7 @@ def test_a_saved_tokenizer_gives_transformers_ids(tmp_path: Path, name: str) -> 
         assert ours.encode(text).tolist() == plain, text
 
 
-def test_a_saved_tokenizer_without_begin_and_pad_tokens_has_none(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_without_begin_and_pad_tokens_has_none(tmp_path):
     """Its class has both unless the settings say otherwise."""
     save_tokenizer(str(SMALL / "bare"), None, tmp_path)
     tokens = special_tokens(tmp_path)
@@ -60,20 +59,20 @@ def test_a_saved_tokenizer_without_begin_and_pad_tokens_has_none(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_gpt2_gives_the_ids_that_everybody_knows(tmp_path: Path) -> None:
+def test_gpt2_gives_the_ids_that_everybody_knows(tmp_path):
     save_tokenizer(str(shared("tokenizers/gpt2")), None, tmp_path)
     assert open_tokenizer(tmp_path).encode("Hello world").tolist() == [15496, 995]
     tokens = special_tokens(tmp_path)
     assert (tokens.length, tokens.bos, tokens.eos, tokens.pad) == (50257, 50256, 50256, None)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"model\.tokenizer"):
         save_tokenizer(str(tmp_path / "empty"), None, tmp_path / "out")
 
 
-def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -100,7 +99,7 @@ def test_a_models_config_that_cannot_be_read_beside_the_tokenizer_is_one_message
     assert refused.value.problems[0].key == "model.tokenizer"
 
 
-def test_entries_have_ids_and_others_are_refused(tmp_path: Path) -> None:
+def test_entries_have_ids_and_others_are_refused(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer")
     known = AutoTokenizer.from_pretrained(directory).get_vocab()
     assert token_ids(directory, ["b", "<|endoftext|>", "b"]) == tuple(sorted({known["b"], 0}))
@@ -110,7 +109,7 @@ def test_entries_have_ids_and_others_are_refused(tmp_path: Path) -> None:
     assert {one.key for one in raised.value.problems} == {"adapter.train_tokens"}
 
 
-def test_a_template_replaces_all_that_the_tokenizer_had(tmp_path: Path) -> None:
+def test_a_template_replaces_all_that_the_tokenizer_had(tmp_path):
     """transformers keeps further templates, as for tools, in a directory of their own."""
     directory = write_tokenizer(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -127,9 +126,7 @@ def test_a_template_replaces_all_that_the_tokenizer_had(tmp_path: Path) -> None:
     assert open_template(directory, {}, "2024-07-26").sources == {"default": "{{ new }}"}
 
 
-def test_new_entries_have_the_ids_that_they_got_also_where_ids_were_left_out(
-    tmp_path: Path,
-) -> None:
+def test_new_entries_have_the_ids_that_they_got_also_where_ids_were_left_out(tmp_path):
     base, own = (with_hole(write_tokenizer(tmp_path / name), FAR) for name in ("base", "own"))
     known = AutoTokenizer.from_pretrained(base).get_vocab()
     assert max(known.values()) == FAR > len(known)
@@ -139,7 +136,7 @@ def test_new_entries_have_the_ids_that_they_got_also_where_ids_were_left_out(
     assert new_entries(own, str(base), None) == tuple(ids) == (len(known), len(known) + 1)
 
 
-def test_every_id_is_below_the_length_of_a_tokenizer(tmp_path: Path) -> None:
+def test_every_id_is_below_the_length_of_a_tokenizer(tmp_path):
     whole = write_tokenizer(tmp_path / "whole")
     holed = with_hole(write_tokenizer(tmp_path / "holed"), FAR)
     tokens = ["<|one|>", "<|endoftext|>"]

@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-def made(kind: str) -> PreTrainedModel:
+def made(kind):
     torch.manual_seed(5)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(KINDS[kind]))
     for parameter in model.parameters():
@@ -37,7 +37,7 @@ def made(kind: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_new_rows_are_the_mean_of_the_old_and_nothing_else_changes(kind: str) -> None:
+def test_new_rows_are_the_mean_of_the_old_and_nothing_else_changes(kind):
     model, before = made(kind), made(kind)
     ids = torch.arange(12)[None]
     state = torch.get_rng_state()
@@ -59,7 +59,7 @@ def test_new_rows_are_the_mean_of_the_old_and_nothing_else_changes(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_model_that_grew_has_the_form_that_its_config_gives(kind: str) -> None:
+def test_a_model_that_grew_has_the_form_that_its_config_gives(kind):
     model = made(kind)
     grow(model, 57)
     skeleton = on_meta(model.config)
@@ -72,7 +72,7 @@ def test_a_model_that_grew_has_the_form_that_its_config_gives(kind: str) -> None
         assert one == other
 
 
-def test_the_shapes_are_those_that_transformers_resizes_to() -> None:
+def test_the_shapes_are_those_that_transformers_resizes_to():
     for kind in KINDS:
         ours, theirs = made(kind), made(kind)
         grow(ours, 64)
@@ -81,7 +81,7 @@ def test_the_shapes_are_those_that_transformers_resizes_to() -> None:
         assert shapes[0] == shapes[1], kind
 
 
-def test_frozen_rows_stay_frozen_and_half_precision_stays_half() -> None:
+def test_frozen_rows_stay_frozen_and_half_precision_stays_half():
     model = made("tied").to(torch.bfloat16)
     model.get_input_embeddings().weight.requires_grad_(False)
     exact = model.get_input_embeddings().weight.double().mean(0).to(torch.bfloat16)
@@ -92,7 +92,7 @@ def test_frozen_rows_stay_frozen_and_half_precision_stays_half() -> None:
     assert torch.equal(grown[50], exact)
 
 
-def test_rows_are_counted_from_entries_and_the_padding() -> None:
+def test_rows_are_counted_from_entries_and_the_padding():
     assert rows_for(300, None) == 300
     assert rows_for(300, 256) == 300
     assert rows_for(300, 512) == 512

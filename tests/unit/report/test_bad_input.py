@@ -1,7 +1,6 @@
 """Whatever a run directory has in it, `llmtrain report` writes a page or says why it cannot."""
 
 import re
-from pathlib import Path
 
 import pytest
 from helpers import runs
@@ -16,11 +15,11 @@ KEPT = ("kind", "time", "step")
 TURNED = f"\u202eabc \u05d0\u05d1 {HOSTILE}"
 
 
-def nulls(line: dict) -> dict:
+def nulls(line):
     return {key: value if key in KEPT else None for key, value in line.items()}
 
 
-def of(value: float) -> dict:
+def of(value):
     """Every number of a step that is not a count of steps."""
     names = ("loss", "learning_rate", "grad_norm", "memory_gb", "seconds", "span_seconds", "tokens")
     return dict.fromkeys(names, value)
@@ -121,7 +120,7 @@ CASES: dict[str, tuple[list[dict], bytes, str | None, str]] = {
 }
 
 
-def report(*arguments: object) -> int:
+def report(*arguments):
     """The exit code of `llmtrain report ARGUMENTS`."""
     try:
         main(("report", *map(str, arguments)))
@@ -131,7 +130,7 @@ def report(*arguments: object) -> int:
 
 
 @pytest.fixture
-def good(tmp_path: Path) -> Path:
+def good(tmp_path):
     return runs.write_run(tmp_path / "good", runs.history(100), runs.status(), config=CONFIG)
 
 

@@ -32,32 +32,32 @@ SIGHT = {
 }
 
 
-def colours(scheme: str) -> dict[str, str]:
+def colours(scheme):
     """The variables of a scheme; the dark one comes second."""
     part = CSS.split("prefers-color-scheme: dark")[scheme == "dark"]
     return dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6});", part))
 
 
-def linear(colour: str) -> list[float]:
+def linear(colour):
     digits = colour[1:] if len(colour) == 7 else "".join(2 * one for one in colour[1:])
     parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
     return [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
 
 
-def lab(rgb: list[float]) -> tuple[float, float, float]:
+def lab(rgb):
     """CIELAB of linear sRGB, D65."""
     r, g, b = (min(1.0, max(0.0, one)) for one in rgb)
     x = (0.4124564 * r + 0.3575761 * g + 0.1804375 * b) / 0.95047
     y = 0.2126729 * r + 0.7151522 * g + 0.0721750 * b
     z = (0.0193339 * r + 0.1191920 * g + 0.9503041 * b) / 1.08883
 
-    def f(t: float) -> float:
+    def f(t):
         return t ** (1 / 3) if t > 216 / 24389 else (24389 / 27 * t + 16) / 116
 
     return 116 * f(y) - 16, 500 * (f(x) - f(y)), 200 * (f(y) - f(z))
 
 
-def difference(one: str, other: str, sight: str) -> float:
+def difference(one, other, sight):
     """ΔE*ab (CIE 1976) of two colours, as an eye of this kind sees them."""
     seen = [
         lab([sum(w * c for w, c in zip(row, linear(colour), strict=True)) for row in SIGHT[sight]])
@@ -66,7 +66,7 @@ def difference(one: str, other: str, sight: str) -> float:
     return sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     """The contrast ratio of WCAG."""
     lights = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (one, other))]
     return (max(lights) + 0.05) / (min(lights) + 0.05)

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -7,7 +6,7 @@ from llmtrain.errors import UserError
 from llmtrain.rundir.status import FrozenChoices
 
 
-def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path: Path) -> None:
+def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_path):
     one = FrozenChoices(tmp_path, "ddp/cpu/2")
     one.run["precision"] = "fp32"
     one.launch["micro_batch_size"] = 4
@@ -21,7 +20,7 @@ def test_auto_keeps_what_is_frozen_for_the_run_and_for_each_kind_of_launch(tmp_p
     }
 
 
-def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path: Path) -> None:
+def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path):
     one = FrozenChoices(tmp_path, "ddp/cuda/2")
     one.device["compile"] = "blocks"
     one.launch["threads"] = 4
@@ -43,7 +42,7 @@ def test_a_choice_for_a_type_of_device_is_that_of_all_launches_on_it(tmp_path: P
         '{"launches": {"ddp/cpu/1": null}}',
     ],
 )
-def test_a_damaged_auto_file_is_named(tmp_path: Path, text: str) -> None:
+def test_a_damaged_auto_file_is_named(tmp_path, text):
     (tmp_path / "auto.json").write_text(text)
     with pytest.raises(UserError, match=r"auto\.json"):
         FrozenChoices(tmp_path, "ddp/cpu/1")

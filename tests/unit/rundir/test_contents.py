@@ -8,13 +8,11 @@ from llmtrain.errors import RunError, UserError
 from llmtrain.rundir.contents import write_atomically, write_output
 
 
-def test_an_atomic_write_leaves_the_old_file_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomically(path, b"old")
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,39 +15,37 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
 
-def changed(run_dir: Path, rank: int, **fields: object) -> None:
+def changed(run_dir, rank, **fields):
     """Change what stands in a mark."""
     path = run_dir / "logs" / f"rank-{rank}.failed"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def test_a_mark_is_json_with_code_and_reason(run_dir: Path) -> None:
+def test_a_mark_is_json_with_code_and_reason(run_dir):
     failures.write(run_dir, 3, 2, "a row is bad")
     said = json.loads((run_dir / "logs" / "rank-3.failed").read_text())
     assert (said["code"], said["reason"], said["rank"]) == (2, "a row is bad", 3)
     assert [path.name for path in (run_dir / "logs").iterdir()] == ["rank-3.failed"]
 
 
-def test_a_later_mark_takes_the_place_of_an_earlier_one(run_dir: Path) -> None:
+def test_a_later_mark_takes_the_place_of_an_earlier_one(run_dir):
     failures.write(run_dir, 1, 75, "lost", lost_peer=True)
     failures.write(run_dir, 1, 1, "KeyError: 'x'")
     assert [(mark.code, mark.lost_peer) for mark in failures.read(run_dir)] == [(1, False)]
 
 
-def test_no_run_directory_is_made_for_a_mark(tmp_path: Path) -> None:
+def test_no_run_directory_is_made_for_a_mark(tmp_path):
     failures.write(tmp_path / "run", 1, 2, "no")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_no_mark_hinders_nothing(
-    run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_takes_no_mark_hinders_nothing(run_dir, caplog):
     (run_dir / "logs").write_text("a file")
     with caplog.at_level(logging.WARNING):
         failures.write(run_dir, 1, 75, "gone")
@@ -59,16 +56,14 @@ def test_a_disk_that_takes_no_mark_hinders_nothing(
 @pytest.mark.parametrize(
     "body", ["", "{", "[]", "{}", '{"rank": 1, "code": 2}', '{"rank": "x"}', "null", "7"]
 )
-def test_a_file_that_is_no_mark_says_nothing(run_dir: Path, body: str) -> None:
+def test_a_file_that_is_no_mark_says_nothing(run_dir, body):
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "rank-1.failed").write_text(body)
     assert failures.read(run_dir) == []
     assert failures.outranking(run_dir, wait=lambda _: None) is None
 
 
-def test_each_rank_removes_its_own_and_rank_0_those_of_ranks_that_are_no_more(
-    run_dir: Path,
-) -> None:
+def test_each_rank_removes_its_own_and_rank_0_those_of_ranks_that_are_no_more(run_dir):
     for rank in range(5):
         failures.write(run_dir, rank, 75, "gone")
     failures.clear(run_dir, 1, 3)
@@ -94,20 +89,18 @@ def test_each_rank_removes_its_own_and_rank_0_those_of_ranks_that_are_no_more(
         ([], None),
     ],
 )
-def test_a_cause_outranks_what_follows_from_it(
-    run_dir: Path, left: list[tuple[int, int, bool]], believed: int | None
-) -> None:
+def test_a_cause_outranks_what_follows_from_it(run_dir, left, believed):
     for rank, code, lost in left:
         failures.write(run_dir, rank, code, f"of {rank}", lost_peer=lost)
     told = failures.outranking(run_dir, wait=lambda _: None)
     assert (told.rank if told else None) == believed
 
 
-def test_rank_0_looks_for_two_seconds_until_a_cause_is_there(run_dir: Path) -> None:
+def test_rank_0_looks_for_two_seconds_until_a_cause_is_there(run_dir):
     waits: list[float] = []
     failures.write(run_dir, 2, 75, "hung")
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         waits.append(seconds)
         if len(waits) == 3:
             failures.write(run_dir, 1, 2, "late")
@@ -133,9 +126,7 @@ def test_rank_0_looks_for_two_seconds_until_a_cause_is_there(run_dir: Path) -> N
         ({"host": "another", "launcher": "1:2"}, True),
     ],
 )
-def test_the_mark_of_an_earlier_start_is_not_believed(
-    run_dir: Path, fields: dict, counts: bool
-) -> None:
+def test_the_mark_of_an_earlier_start_is_not_believed(run_dir, fields, counts):
     failures.write(run_dir, 1, 2, "bad")
     changed(run_dir, 1, **fields)
     assert (failures.outranking(run_dir, wait=lambda _: None) is not None) == counts
@@ -143,9 +134,7 @@ def test_the_mark_of_an_earlier_start_is_not_believed(
     assert not failures.has(run_dir, 0)
 
 
-def test_a_second_attempt_with_the_same_config_is_refused_as_the_first_was(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_attempt_with_the_same_config_is_refused_as_the_first_was(run_dir, monkeypatch):
     failures.write(run_dir, 1, 2, "bad", config="abc")
     assert failures.refused_before(run_dir, "abc") is None  # it is this attempt's own
     monkeypatch.setenv(ATTEMPT, "1")
@@ -156,16 +145,14 @@ def test_a_second_attempt_with_the_same_config_is_refused_as_the_first_was(
 
 
 @pytest.mark.parametrize("fields", [{"code": 75}, {"code": 1}, {"launcher": "1:2"}, {"host": "b"}])
-def test_a_second_attempt_begins_after_anything_else(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, fields: dict
-) -> None:
+def test_a_second_attempt_begins_after_anything_else(run_dir, monkeypatch, fields):
     failures.write(run_dir, 1, 2, "bad", config="abc")
     changed(run_dir, 1, **fields)
     monkeypatch.setenv(ATTEMPT, "1")
     assert failures.refused_before(run_dir, "abc") is None
 
 
-def test_new_marks_are_told_from_old_ones(run_dir: Path) -> None:
+def test_new_marks_are_told_from_old_ones(run_dir):
     failures.write(run_dir, 1, 75, "old")
     failures.write(run_dir, 2, 75, "old")
     before = failures.versions(run_dir)
@@ -193,8 +180,8 @@ else:
 
 
 @pytest.fixture
-def start(run_dir: Path) -> Callable[..., subprocess.Popen[str]]:
-    def started(rank: int, *arguments: str) -> subprocess.Popen[str]:
+def start(run_dir):
+    def started(rank, *arguments):
         launch = {"TORCHELASTIC_RUN_ID": "none", "RANK": str(4 + rank), "LOCAL_RANK": str(rank)}
         return subprocess.Popen(
             [
@@ -215,9 +202,7 @@ def start(run_dir: Path) -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="ranks are looked up in /proc")
 @pytest.mark.launches
-def test_a_rank_that_is_gone_without_a_word_is_named(
-    start: Callable[..., subprocess.Popen[str]],
-) -> None:
+def test_a_rank_that_is_gone_without_a_word_is_named(start):
     first, marked, killed = start(0), start(1, "0"), start(2)
     assert first.stdout is not None
     assert first.stdout.readline() == "begun\n"
@@ -231,7 +216,7 @@ def test_a_rank_that_is_gone_without_a_word_is_named(
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="ranks are looked up in /proc")
 @pytest.mark.launches
-def test_ranks_that_live_are_not_missed(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_ranks_that_live_are_not_missed(start):
     first, second, third = start(0), start(1), start(2)
     said, _ = first.communicate("")
     assert said == "begun\n[]\n"
@@ -239,5 +224,5 @@ def test_ranks_that_live_are_not_missed(start: Callable[..., subprocess.Popen[st
     third.communicate("")
 
 
-def test_without_a_launcher_nobody_is_missed(run_dir: Path) -> None:
+def test_without_a_launcher_nobody_is_missed(run_dir):
     assert failures.silent(run_dir, {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}) == []

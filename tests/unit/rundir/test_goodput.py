@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,35 +8,35 @@ NOW = 1_800_000_000.0
 
 
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clock(monkeypatch):
     monkeypatch.setattr("llmtrain.rundir.goodput.time.time", lambda: NOW)
 
 
-def write(run_dir: Path, *lines: dict) -> None:
+def write(run_dir, *lines):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run_dir / "metrics.jsonl").write_text(text)
 
 
-def train(step: int, ago: float, seconds: float | None) -> dict:
+def train(step, ago, seconds):
     return {"kind": "train", "time": NOW - ago, "step": step, "span_seconds": seconds}
 
 
-def start(step: int, ago: float) -> dict:
+def start(step, ago):
     return {"kind": "start", "time": NOW - ago, "step": step}
 
 
-def test_a_run_without_a_step_has_none(tmp_path: Path) -> None:
+def test_a_run_without_a_step_has_none(tmp_path):
     assert goodput(tmp_path) is None
     write(tmp_path, start(0, 10))
     assert goodput(tmp_path) is None
 
 
-def test_it_is_step_seconds_over_wall_seconds(tmp_path: Path) -> None:
+def test_it_is_step_seconds_over_wall_seconds(tmp_path):
     write(tmp_path, start(0, 1000), train(10, 700, 200.0), train(20, 300, 300.0))
     assert goodput(tmp_path) == pytest.approx(0.5)
 
 
-def test_redone_steps_and_gaps_are_lost_time(tmp_path: Path) -> None:
+def test_redone_steps_and_gaps_are_lost_time(tmp_path):
     write(
         tmp_path,
         start(0, 1000),
@@ -50,7 +49,7 @@ def test_redone_steps_and_gaps_are_lost_time(tmp_path: Path) -> None:
     assert goodput(tmp_path) == pytest.approx(0.3)
 
 
-def test_every_second_has_one_owner_from_the_birth_of_the_first_process(tmp_path: Path) -> None:
+def test_every_second_has_one_owner_from_the_birth_of_the_first_process(tmp_path):
     lines = [
         start(0, 980) | {"born": NOW - 1000},
         train(10, 880, 60.0) | {"span_wait_seconds": 10.0},  # 100 s after the start line
@@ -77,7 +76,7 @@ def test_every_second_has_one_owner_from_the_birth_of_the_first_process(tmp_path
     assert goodput(tmp_path) == pytest.approx(100.0 / 1000.0)
 
 
-def test_seconds_that_overlap_into_the_next_line_are_not_lost() -> None:
+def test_seconds_that_overlap_into_the_next_line_are_not_lost():
     """Numbers arrive a step late, so the second line is written within the span of the third."""
     lines = [start(0, 100), train(1, 90, 10.0), train(2, 85, 9.0), train(3, 75, 6.0)]
     found = stretches(lines)
@@ -86,7 +85,7 @@ def test_seconds_that_overlap_into_the_next_line_are_not_lost() -> None:
         assert sum(stretch.seconds.values()) == pytest.approx(stretch.end - stretch.begin)
 
 
-def test_a_clock_that_goes_back_makes_no_negative_time_and_no_share_above_one() -> None:
+def test_a_clock_that_goes_back_makes_no_negative_time_and_no_share_above_one():
     lines = [
         start(0, 100) | {"born": NOW - 50},  # after its own line
         train(1, 90, 500.0),  # longer than the run
@@ -100,14 +99,14 @@ def test_a_clock_that_goes_back_makes_no_negative_time_and_no_share_above_one() 
     assert sum(totals(found).values()) == pytest.approx(30.0)
 
 
-def test_lines_without_a_start_or_without_a_step_have_stretches_too() -> None:
+def test_lines_without_a_start_or_without_a_step_have_stretches_too():
     assert stretches([]) == []
     only = [train(1, 90, 1.0), train(2, 80, 8.0)]
     assert totals(stretches(only))["training"] == pytest.approx(9.0)
     assert totals(stretches([start(0, 100)], until=NOW))["starting"] == pytest.approx(100.0)
 
 
-def test_stretches_of_a_long_record_are_joined_and_have_the_same_seconds() -> None:
+def test_stretches_of_a_long_record_are_joined_and_have_the_same_seconds():
     lines = [start(0, 1000), *(train(step, 1000 - step, 0.7) for step in range(1, 400))]
     found = stretches(lines)
     joined = stretches(lines, most=50)
@@ -117,11 +116,11 @@ def test_stretches_of_a_long_record_are_joined_and_have_the_same_seconds() -> No
     assert (joined[0].begin, joined[-1].end) == (found[0].begin, found[-1].end)
 
 
-def end(step: int, ago: float, state: str = "finished") -> dict:
+def end(step, ago, state="finished"):
     return {"kind": "end", "time": NOW - ago, "step": step, "state": state}
 
 
-def event(step: int, ago: float, name: str) -> dict:
+def event(step, ago, name):
     return {"kind": "event", "time": NOW - ago, "step": step, "event": name}
 
 
@@ -138,22 +137,20 @@ FINISHED = [start(0, 1000), train(10, 800, 100.0), end(10, 800)]
         [event(10, 300, "start_refused"), start(10, 200), end(10, 190), start(10, 9), end(10, 8)],
     ],
 )
-def test_a_start_that_adds_nothing_to_a_finished_run_takes_none_of_its_time(
-    tmp_path: Path, later: list[dict]
-) -> None:
+def test_a_start_that_adds_nothing_to_a_finished_run_takes_none_of_its_time(tmp_path, later):
     lines = [*FINISHED, *later]
     assert stretches(lines, until=NOW) == stretches(FINISHED)
     write(tmp_path, *lines)
     assert goodput(tmp_path) == pytest.approx(0.5)
 
 
-def test_a_finished_run_that_goes_on_was_down_until_then(tmp_path: Path) -> None:
+def test_a_finished_run_that_goes_on_was_down_until_then(tmp_path):
     write(tmp_path, *FINISHED, start(10, 500), end(10, 490), start(10, 300), train(20, 0, 100.0))
     found = totals(stretches([*FINISHED, start(10, 500), end(10, 490), start(10, 300)]))
     assert sum(found.values()) == pytest.approx(200)
     assert goodput(tmp_path) == pytest.approx(0.2)  # of 1,000 s, 500 of which it was down
 
 
-def test_a_refused_start_takes_no_time_of_a_run_that_was_stopped() -> None:
+def test_a_refused_start_takes_no_time_of_a_run_that_was_stopped():
     stopped = [start(0, 1000), train(10, 800, 100.0), end(10, 800, "stopped")]
     assert stretches([*stopped, event(10, 300, "start_refused")]) == stretches(stopped)

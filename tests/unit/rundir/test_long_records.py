@@ -2,8 +2,6 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +18,13 @@ COUNT = 12_000  # 5.5 MB
 
 
 @pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long") / "run"
     runs.write_run(folder, [runs.train_line(step) for step in range(1, COUNT + 1)])
     return folder
 
 
-def peak_bytes(work: Callable[[], Any]) -> int:
+def peak_bytes(work):
     work()  # what is imported and cached
     tracemalloc.start()
     try:
@@ -36,13 +34,13 @@ def peak_bytes(work: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-def test_a_report_of_a_long_run_takes_a_few_hundred_bytes_a_line(long_run: Path) -> None:
+def test_a_report_of_a_long_run_takes_a_few_hundred_bytes_a_line(long_run):
     """A line of 460 characters is 3,000 bytes as a dict: 150 MB would be a gigabyte."""
     assert peak_bytes(lambda: inline(collect(long_run))) < 600 * COUNT
     assert peak_bytes(lambda: goodput(long_run)) < 400 * COUNT
 
 
-def test_to_watch_a_long_run_takes_no_more_than_a_short_one(long_run: Path) -> None:
+def test_to_watch_a_long_run_takes_no_more_than_a_short_one(long_run):
     assert peak_bytes(lambda: Watcher(long_run).look()) < 10 * 2**20
     assert Watcher(long_run).look().step == COUNT
 
@@ -59,7 +57,7 @@ LINES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_short_line_has_every_field_as_it_was_written(tmp_path: Path) -> None:
+def test_a_short_line_has_every_field_as_it_was_written(tmp_path):
     path = runs.write_run(tmp_path, LINES) / "metrics.jsonl"
     found, unread = short_record(tmp_path)
     assert unread == 0
@@ -82,7 +80,7 @@ def test_a_short_line_has_every_field_as_it_was_written(tmp_path: Path) -> None:
     assert found[1]["loss"] == 1.5
 
 
-def test_lines_that_are_none_are_counted_and_the_others_found_behind_them(tmp_path: Path) -> None:
+def test_lines_that_are_none_are_counted_and_the_others_found_behind_them(tmp_path):
     path = runs.write_run(tmp_path, LINES[:2]) / "metrics.jsonl"
     with path.open("ab") as file:
         file.write(b'\0\0\n[1]\n{"kind": "train"}\n\xff\n' + json.dumps(LINES[6]).encode() + b"\n")
@@ -92,7 +90,7 @@ def test_lines_that_are_none_are_counted_and_the_others_found_behind_them(tmp_pa
     assert found[2]["detail"] == {"b": [1, 2.0]}
 
 
-def test_columns_are_joined_by_step(tmp_path: Path) -> None:
+def test_columns_are_joined_by_step(tmp_path):
     steps = [{"a": 1.0}, {"a": 2.0, "b": 3.0}, {"b": 4.0}, {"a": 5.0, "b": 6.0}]
     head = {"kind": "train", "time": 1.0}
     runs.write_run(tmp_path, [{**head, "step": n, **one} for n, one in enumerate(steps, 1)])
@@ -105,14 +103,14 @@ def test_columns_are_joined_by_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ["", "x", "x" * 3_000_000])
 @pytest.mark.parametrize("whole", ["", '{"a": 1}\n', '{"a": "' + "y" * 3_000_000 + '"}\n'])
-def test_a_torn_last_line_of_any_length_is_removed(tmp_path: Path, whole: str, torn: str) -> None:
+def test_a_torn_last_line_of_any_length_is_removed(tmp_path, whole, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text(whole + torn)
     Lines(tmp_path).close()
     assert path.read_text() == whole
 
 
-def test_a_long_record_is_followed_in_pieces(tmp_path: Path) -> None:
+def test_a_long_record_is_followed_in_pieces(tmp_path):
     lines = [{"kind": "train", "time": 1.0, "step": n, "text": "z" * 200_000} for n in range(5)]
     lines.append({"kind": "train", "time": 1.0, "step": 5, "text": "z" * 900_000})
     runs.write_run(tmp_path, lines)

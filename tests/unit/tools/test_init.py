@@ -8,24 +8,23 @@ from transformers import AutoTokenizer
 
 from llmtrain.cli.main import main
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
 from llmtrain.tools.data.inspect import inspect
 from llmtrain.tools.init import write_config
 from llmtrain.training.start.data import FEW_STEPS
 
 
 @pytest.fixture(autouse=True)
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     return bases.save_base(tmp_path / "base", max_position_embeddings=256)
 
 
-def with_template(base: Path, template: str, *tokens: str) -> None:
+def with_template(base, template, *tokens):
     """Give a base's tokenizer a chat template and the tokens of it."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
@@ -33,7 +32,7 @@ def with_template(base: Path, template: str, *tokens: str) -> None:
     tokenizer.save_pretrained(base)
 
 
-def init(*words: object) -> int:
+def init(*words):
     """The exit code of the command."""
     with pytest.raises(SystemExit) as ended:
         main(["init", *map(str, words)])
@@ -41,7 +40,7 @@ def init(*words: object) -> int:
     return code if isinstance(code, int) else 0
 
 
-def written(form: str, folder: Path, *more: str, base: Path | None = None) -> Config:
+def written(form, folder, *more, base=None):
     path = write_config([str(brought.FORMS[form](folder))], base and str(base), None, more)
     return load_config(path)
 
@@ -56,18 +55,14 @@ def written(form: str, folder: Path, *more: str, base: Path | None = None) -> Co
         ("alpaca", {}),
     ],
 )
-def test_form_column_and_document_are_found(
-    tmp_path: Path, form: str, source: dict[str, str]
-) -> None:
+def test_form_column_and_document_are_found(tmp_path, form, source):
     (found,) = written(form, tmp_path).data.sources
     given = found.model_dump(exclude_unset=True)
     assert {key: value for key, value in given.items() if key != "path"} == source
 
 
 @pytest.mark.parametrize("form", ["messages", "pages"])
-def test_it_is_a_run_of_fifty_steps_or_more_with_held_out_documents(
-    tmp_path: Path, form: str
-) -> None:
+def test_it_is_a_run_of_fifty_steps_or_more_with_held_out_documents(tmp_path, form):
     config = written(form, tmp_path)
     found = inspect(config, blocks=0)
     epochs, batch = config.training.epochs, config.training.global_batch_size
@@ -79,7 +74,7 @@ def test_it_is_a_run_of_fifty_steps_or_more_with_held_out_documents(
     assert config.evaluation.every_steps <= FEW_STEPS / 5
 
 
-def test_the_base_gives_template_length_and_rate(tmp_path: Path, base: Path) -> None:
+def test_the_base_gives_template_length_and_rate(tmp_path, base):
     config = written("messages", tmp_path, base=base)
     assert config.model.from_ == str(base)
     assert config.chat.template == "chatml"  # the base has none
@@ -92,7 +87,7 @@ def test_the_base_gives_template_length_and_rate(tmp_path: Path, base: Path) -> 
     assert load_config(path).chat.template is None
 
 
-def test_adapters_are_trained_where_all_weights_do_not_fit(tmp_path: Path) -> None:
+def test_adapters_are_trained_where_all_weights_do_not_fit(tmp_path):
     base = bases.save_base(tmp_path / "base", hidden_size=256, num_hidden_layers=4)
     small = "distributed.device_memory_gb=0.03"
     config = written("messages", tmp_path, small, base=base)
@@ -100,27 +95,25 @@ def test_adapters_are_trained_where_all_weights_do_not_fit(tmp_path: Path) -> No
     assert "does not fit this machine" in Path("chat.yaml").read_text()
 
 
-def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_what_is_given_is_taken_as_it_is(tmp_path):
     config = written("messages", tmp_path, "training.epochs=2", "run.seed=7")
     assert (config.training.epochs, config.run.seed) == (2, 7)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_so_few_conversations_are_passed_over_until_there_are_fifty_steps(
-    tmp_path: Path, rows: int
-) -> None:
+def test_so_few_conversations_are_passed_over_until_there_are_fifty_steps(tmp_path, rows):
     path = write_config([str(corpus.write_jsonl(tmp_path / "few.jsonl", chats.rows_of(rows)))])
     assert inspect(load_config(path), blocks=0).few_steps is None
 
 
-def test_conversations_that_were_not_looked_at_have_blocks_too(tmp_path: Path) -> None:
+def test_conversations_that_were_not_looked_at_have_blocks_too(tmp_path):
     path = corpus.write_jsonl(tmp_path / "many.jsonl", chats.rows_of(6_000))
     written = write_config([str(path)], overrides=["data.packing=single"])
     assert written.read_text().startswith("# about ")
     assert load_config(written).training.global_batch_size >= 16
 
 
-def test_a_mixture_has_a_source_for_each_of_its_places(tmp_path: Path) -> None:
+def test_a_mixture_has_a_source_for_each_of_its_places(tmp_path):
     places = [str(brought.FORMS[form](tmp_path)) for form in ("messages", "csv")]
     config = load_config(write_config(places))
     assert [source.path for source in config.data.sources] == places
@@ -128,9 +121,7 @@ def test_a_mixture_has_a_source_for_each_of_its_places(tmp_path: Path) -> None:
     assert inspect(config, blocks=0).packing == "bestfit"
 
 
-def test_the_command_ends_with_the_two_commands_to_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_the_two_commands_to_give(tmp_path, capsys):
     assert init(brought.FORMS["csv"](tmp_path), "--out", "my run.yaml") == 0
     assert capsys.readouterr().out.splitlines() == [
         "my run.yaml",
@@ -140,17 +131,17 @@ def test_the_command_ends_with_the_two_commands_to_give(
     assert load_config("my run.yaml").run.dir == "runs/my run"
 
 
-def two_forms(folder: Path) -> Path:
+def two_forms(folder):
     rows = [*chats.rows_of(5), {"instruction": "Hi?", "output": "Yes."}]
     return corpus.write_jsonl(folder / "both.jsonl", rows)
 
 
-def nothing(folder: Path) -> Path:
+def nothing(folder):
     (folder / "nothing").mkdir()
     return folder / "nothing"
 
 
-def numbers(folder: Path) -> Path:
+def numbers(folder):
     return corpus.write_jsonl(folder / "numbers.jsonl", [{"a": n, "b": [n]} for n in range(9)])
 
 
@@ -163,9 +154,7 @@ def numbers(folder: Path) -> Path:
         (lambda folder: folder / "nowhere.csv", "nowhere.csv"),
     ],
 )
-def test_data_that_cannot_be_used_is_refused_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make, said: str
-) -> None:
+def test_data_that_cannot_be_used_is_refused_and_nothing_is_written(tmp_path, capsys, make, said):
     assert init(make(tmp_path)) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -173,9 +162,7 @@ def test_data_that_cannot_be_used_is_refused_and_nothing_is_written(
     assert list(tmp_path.glob("*.yaml")) == []
 
 
-def test_a_base_whose_template_cannot_be_trained_is_told_a_named_one(
-    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_whose_template_cannot_be_trained_is_told_a_named_one(tmp_path, base, capsys):
     with_template(base, "{% for m in messages %}{{ m.content }}{% endfor %}", "<|eot_id|>")
     rows = brought.FORMS["messages"](tmp_path)
     assert init(rows, "--from", base) == 2
@@ -187,9 +174,7 @@ def test_a_base_whose_template_cannot_be_trained_is_told_a_named_one(
     assert load_config("chat.yaml").chat.template == "llama3"
 
 
-def test_an_existing_file_is_never_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_file_is_never_replaced(tmp_path, capsys):
     rows = brought.FORMS["messages"](tmp_path)
     Path("chat.yaml").write_text("mine")
     assert init(rows) == 2
@@ -207,39 +192,33 @@ def test_an_existing_file_is_never_replaced(
         (("--recipe", "chat_lora", "--from", "base"), "--recipe = chat_lora"),
     ],
 )
-def test_data_and_recipes_do_not_mix(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_and_recipes_do_not_mix(words, said, capsys):
     assert init(*words) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_config_or_run_among_the_files_of_the_data_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_or_run_among_the_files_of_the_data_is_refused(tmp_path, capsys):
     brought.FORMS["messages"](tmp_path)
     assert init(tmp_path) == 2
     assert "a folder in which neither the config nor the run is written" in capsys.readouterr().err
     assert list(tmp_path.glob("*.yaml")) == []
 
 
-def test_a_wrong_value_is_refused_without_the_name_of_a_file_that_nobody_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_value_is_refused_without_the_name_of_a_file_that_nobody_wrote(tmp_path, capsys):
     assert init(brought.FORMS["messages"](tmp_path), "training.epochs=many") == 2
     error = capsys.readouterr().err
     assert 'training.epochs = "many"' in error
     assert "draft" not in error
 
 
-def test_names_are_written_as_a_person_reads_them(tmp_path: Path) -> None:
+def test_names_are_written_as_a_person_reads_them(tmp_path):
     rows = brought.FORMS["csv"](tmp_path).rename(tmp_path / "thời tiết.csv")
     path = write_config([rows.name], out=tmp_path / "mine.yaml")
     assert "path: thời tiết.csv" in path.read_text(encoding="utf-8")
     assert load_config(path).data.sources[0].path == "thời tiết.csv"
 
 
-def test_one_page_of_markdown_is_a_document(tmp_path: Path) -> None:
+def test_one_page_of_markdown_is_a_document(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n" + "The river flows past the hills. " * 200, encoding="utf-8")
     assert load_config(write_config([str(page)])).data.sources[0].document == "file"

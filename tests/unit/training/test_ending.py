@@ -1,9 +1,6 @@
 """How a start ends before its first step, and what the end of a run says of its documents."""
 
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +23,13 @@ class Asked(Signals):
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
+def journal(tmp_path):
     with closing(Journal(tmp_path, 1)) as journal:
         journal.step = 7
         yield journal
 
 
-def test_a_stop_ends_the_start_in_front_of_the_next_stage(journal: Journal) -> None:
+def test_a_stop_ends_the_start_in_front_of_the_next_stage(journal):
     signals = Asked()
     signals.reason = "SIGTERM"
     with pytest.raises(StoppedEarlyError) as stopped, stoppable(Alone(), signals, journal):
@@ -40,8 +37,8 @@ def test_a_stop_ends_the_start_in_front_of_the_next_stage(journal: Journal) -> N
     assert (stopped.value.reason, stopped.value.step) == ("signal", 7)
 
 
-def test_a_wait_that_a_stop_cut_short_ends_as_a_stop(journal: Journal) -> None:
-    def wait() -> None:
+def test_a_wait_that_a_stop_cut_short_ends_as_a_stop(journal):
+    def wait():
         signals.reason = "launcher_lost"
         raise RunError("the Hub does not answer", RESTARTABLE, "wait")
 
@@ -53,12 +50,12 @@ def test_a_wait_that_a_stop_cut_short_ends_as_a_stop(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("code", [1, RESTARTABLE])
-def test_without_a_stop_the_error_of_a_stage_is_its_own(journal: Journal, code: int) -> None:
+def test_without_a_stop_the_error_of_a_stage_is_its_own(journal, code):
     with pytest.raises(RunError, match="no route"), stoppable(Alone(), Asked(), journal):
         raise RunError("no route", code, "wait")
 
 
-def test_a_device_without_memory_is_recorded_as_what_a_person_can_correct(tmp_path: Path) -> None:
+def test_a_device_without_memory_is_recorded_as_what_a_person_can_correct(tmp_path):
     said = "CUDA out of memory. Tried to allocate 2.00 GiB."
     with (
         closing(Journal(tmp_path, 0)) as journal,
@@ -72,13 +69,13 @@ def test_a_device_without_memory_is_recorded_as_what_a_person_can_correct(tmp_pa
     assert failures.read(tmp_path)[0].code == 2
 
 
-def test_ranks_hear_that_a_peer_had_no_memory() -> None:
+def test_ranks_hear_that_a_peer_had_no_memory():
     found = failure(1, torch.OutOfMemoryError("CUDA out of memory."))
     assert found.exit_code == 2
     assert "activation_checkpointing=full" in found.text
 
 
-def told(folder, **met: int) -> dict[str, dict[str, Any]]:
+def told(folder, **met):
     """Name of each event → its detail."""
     with closing(Journal(folder, 0)) as journal:
         report_documents(journal, 8, "notes", met)

@@ -2,7 +2,6 @@
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +17,14 @@ from llmtrain.types import NOT_TRAINED, Evaluation, Flags
 VOCABULARY = 31
 
 
-def module() -> LossModule:
+def module():
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=24, **shape)
     return LossModule(LlamaForCausalLM(config).eval())
 
 
-def heldout(*parts: HeldOutPart) -> HeldOut:
+def heldout(*parts):
     """Five documents of unequal lengths, of two sources in turn."""
     draw = np.random.default_rng(3)
     lengths = np.array([9, 4, 17, 6, 30])
@@ -36,7 +35,7 @@ def heldout(*parts: HeldOutPart) -> HeldOut:
     return HeldOut(ids, scored, starts, 5, 300, 0, parts, np.array([0, 1, 0, 1, 0]))
 
 
-def run_of(held: HeldOut, model: Any, seq_len: int, size: int) -> Any:
+def run_of(held, model, seq_len, size):
     """What `evaluate` needs of a run."""
     nobody = SimpleNamespace(flags=lambda reason, look=True: Flags())
     return SimpleNamespace(
@@ -56,7 +55,7 @@ def run_of(held: HeldOut, model: Any, seq_len: int, size: int) -> Any:
     )
 
 
-def by_hand(held: HeldOut, model: LossModule, seq_len: int) -> tuple[list[float], list[int]]:
+def by_hand(held, model, seq_len):
     """Σ nll and tokens of each source, block by block and token by token."""
     sums, tokens = [0.0, 0.0], [0, 0]
     document = np.repeat(held.owners, np.diff(held.starts, append=len(held.ids)))
@@ -76,7 +75,7 @@ TWO = (HeldOutPart("a", 3, 200), HeldOutPart("b", 2, 100))
 
 
 @pytest.mark.parametrize(("seq_len", "size"), [(8, 1), (8, 3), (64, 2), (128, 1)])
-def test_each_source_has_the_loss_of_its_own_tokens(seq_len: int, size: int) -> None:
+def test_each_source_has_the_loss_of_its_own_tokens(seq_len, size):
     model, held = module(), heldout(*TWO)
     found = evaluate(run_of(held, model, seq_len, size))
     assert found is not None
@@ -94,7 +93,7 @@ def test_each_source_has_the_loss_of_its_own_tokens(seq_len: int, size: int) -> 
 
 
 @pytest.mark.parametrize("seq_len", [8, 64])
-def test_sources_change_no_bit_of_the_loss_of_all(seq_len: int) -> None:
+def test_sources_change_no_bit_of_the_loss_of_all(seq_len):
     model = module()
     alone = evaluate(run_of(heldout(), model, seq_len, 2))
     split = evaluate(run_of(heldout(*TWO), model, seq_len, 2))
@@ -105,7 +104,7 @@ def test_sources_change_no_bit_of_the_loss_of_all(seq_len: int) -> None:
     assert alone.sources == {}
 
 
-def test_chat_has_no_bits_per_byte() -> None:
+def test_chat_has_no_bits_per_byte():
     model = module()
     mixed = evaluate(run_of(heldout(TWO[0], HeldOutPart("b", 2, 100, chat=True)), model, 8, 2))
     assert mixed is not None
@@ -117,14 +116,14 @@ def test_chat_has_no_bits_per_byte() -> None:
     assert (alone.bits_per_byte, alone.sources) == (None, {})
 
 
-def test_a_source_without_a_scored_token_has_no_result() -> None:
+def test_a_source_without_a_scored_token_has_no_result():
     three = (*TWO, HeldOutPart("empty", 0, 0))
     found = evaluate(run_of(heldout(*three), module(), 8, 2))
     assert found is not None
     assert found.sources.keys() == {"a", "b"}
 
 
-def test_a_token_of_one_source_that_is_not_finite_leaves_the_others_alone() -> None:
+def test_a_token_of_one_source_that_is_not_finite_leaves_the_others_alone():
     each = torch.tensor([[1.5, torch.inf, 0.0]])
     targets = torch.tensor([[1, 2, NOT_TRAINED]])
     found = by_source(each, targets, torch.tensor([[0, 1, 1]]), 2)

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch import Tensor
 
 from llmtrain.training.optimizer import Muon, orthogonalize
 
@@ -8,14 +7,12 @@ SETTINGS = torch.optim.Muon([torch.zeros(2, 2)]).defaults
 SHAPES = [(24, 24), (16, 40), (40, 16), (2, 9)]
 
 
-def drawn(shape: tuple[int, int], seed: int = 0) -> Tensor:
+def drawn(shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_matrix_keeps_its_directions_and_its_singular_values_go_through_a_polynomial(
-    shape: tuple[int, int],
-) -> None:
+def test_a_matrix_keeps_its_directions_and_its_singular_values_go_through_a_polynomial(shape):
     left, sizes, right = torch.linalg.svd(drawn(shape).double(), full_matrices=False)
     sizes = sizes / sizes.norm()
     for _ in range(5):
@@ -26,7 +23,7 @@ def test_a_matrix_keeps_its_directions_and_its_singular_values_go_through_a_poly
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_what_torch_makes_in_bf16(shape: tuple[int, int]) -> None:
+def test_it_is_what_torch_makes_in_bf16(shape):
     from torch.optim._muon import _zeropower_via_newtonschulz as in_bf16
 
     args = [SETTINGS[name] for name in ("ns_coefficients", "ns_steps", "eps")]
@@ -36,15 +33,15 @@ def test_it_is_what_torch_makes_in_bf16(shape: tuple[int, int]) -> None:
     )
 
 
-def test_only_a_cpu_makes_it_in_fp32() -> None:
+def test_only_a_cpu_makes_it_in_fp32():
     assert orthogonalize(torch.empty(4, 3, device="meta"), SETTINGS).dtype == torch.bfloat16
 
 
-def test_a_gradient_of_zero_stays_zero() -> None:
+def test_a_gradient_of_zero_stays_zero():
     assert not orthogonalize(torch.zeros(4, 3), SETTINGS).any()
 
 
-def test_all_but_the_orthogonalization_is_torchs_in_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_but_the_orthogonalization_is_torchs_in_bits(monkeypatch):
     monkeypatch.setattr(
         "torch.optim._muon._zeropower_via_newtonschulz",
         lambda matrix, *_: orthogonalize(matrix, SETTINGS),

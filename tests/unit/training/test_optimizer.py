@@ -14,18 +14,18 @@ from llmtrain.model import trainable
 from llmtrain.training.optimizer import Muon, algorithms, arrange, make_optimizer
 
 
-def tiny(tied: bool, **changes: int) -> LlamaForCausalLM:
+def tiny(tied, **changes):
     torch.manual_seed(0)
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"vocab_size": 32, "intermediate_size": 12} | changes
     return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, **shape))
 
 
-def config(*groups: dict[str, object], **values: object) -> OptimizerConfig:
+def config(*groups, **values):
     return OptimizerConfig(groups=tuple(GroupConfig(**group) for group in groups), **values)
 
 
-def settings(model: nn.Module, asked: OptimizerConfig) -> dict[str, tuple[str, float, float]]:
+def settings(model, asked):
     """Name → algorithm, learning rate and weight decay of each parameter."""
     found = {
         id(parameter): (group["algorithm"], group["lr"], group["weight_decay"])
@@ -35,12 +35,12 @@ def settings(model: nn.Module, asked: OptimizerConfig) -> dict[str, tuple[str, f
     return {name: found[id(p)] for name, p in model.named_parameters() if id(p) in found}
 
 
-def decayed(model: nn.Module) -> set[str]:
+def decayed(model):
     found = settings(model, OptimizerConfig())
     return {name for name, (_, _, decay) in found.items() if decay}
 
 
-def test_matrices_decay_and_norms_biases_embeddings_do_not() -> None:
+def test_matrices_decay_and_norms_biases_embeddings_do_not():
     names = decayed(tiny(tied=False))
     assert "model.layers.0.mlp.up_proj.weight" in names
     assert "lm_head.weight" in names
@@ -51,11 +51,11 @@ def test_matrices_decay_and_norms_biases_embeddings_do_not() -> None:
     assert not any(name.endswith("bias") or "wte" in name or "wpe" in name for name in gpt2)
 
 
-def test_a_tied_head_is_an_embedding() -> None:
+def test_a_tied_head_is_an_embedding():
     assert "model.embed_tokens.weight" not in decayed(tiny(tied=True))
 
 
-def test_each_trainable_parameter_is_in_one_group_once() -> None:
+def test_each_trainable_parameter_is_in_one_group_once():
     model = tiny(tied=True)
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
     optimizer = make_optimizer(model, OptimizerConfig(betas=(0.8, 0.9), learning_rate=0.5))
@@ -67,13 +67,13 @@ def test_each_trainable_parameter_is_in_one_group_once() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fused_is_an_argument_for_comparisons_of_bits(fused: bool) -> None:
+def test_fused_is_an_argument_for_comparisons_of_bits(fused):
     assert (
         make_optimizer(tiny(tied=True), OptimizerConfig(), fused=fused).defaults["fused"] is fused
     )
 
 
-def test_without_groups_of_its_own_adamw_has_two_the_decayed_one_first() -> None:
+def test_without_groups_of_its_own_adamw_has_two_the_decayed_one_first():
     """The order decides in which order squares of gradients are summed."""
     model = tiny(tied=False)
     table = model.get_input_embeddings().weight
@@ -89,7 +89,7 @@ def test_without_groups_of_its_own_adamw_has_two_the_decayed_one_first() -> None
 class Adapted(nn.Module):
     """Trained parameters under the names that peft gives them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(9, 4).requires_grad_(False)
         one = {name: nn.ModuleDict({"default": nn.Linear(4, 4, bias=False)}) for name in "AB"}
@@ -99,7 +99,7 @@ class Adapted(nn.Module):
         self.token_adapter.trainable_tokens_delta = nn.ParameterDict({"default": torch.ones(2, 4)})
 
 
-def test_of_an_adapter_only_a_is_decayed() -> None:
+def test_of_an_adapter_only_a_is_decayed():
     assert decayed(Adapted()) == {"q_proj.lora_A.default.weight"}
     found = {name: one for name, (one, *_) in settings(Adapted(), config(name="muon")).items()}
     assert found == {
@@ -110,7 +110,7 @@ def test_of_an_adapter_only_a_is_decayed() -> None:
     }
 
 
-def test_the_first_entry_that_matches_a_name_decides() -> None:
+def test_the_first_entry_that_matches_a_name_decides():
     asked = config(
         {"match": "*mlp.up_proj*", "weight_decay": 0.5},
         {"match": "*mlp*", "learning_rate": 1e-5},
@@ -125,13 +125,13 @@ def test_the_first_entry_that_matches_a_name_decides() -> None:
     assert len(found) == len(list(tiny(tied=True).parameters()))
 
 
-def test_what_an_entry_leaves_open_is_as_for_all_others() -> None:
+def test_what_an_entry_leaves_open_is_as_for_all_others():
     found = settings(tiny(tied=True), config({"match": "*.layers.0.*", "learning_rate": 2.0}))
     assert found["model.layers.0.mlp.up_proj.weight"] == ("adamw", 2.0, 0.1)
     assert found["model.layers.0.input_layernorm.weight"] == ("adamw", 2.0, 0.0)
 
 
-def test_an_entry_without_a_parameter_is_refused() -> None:
+def test_an_entry_without_a_parameter_is_refused():
     asked = config({"match": "*mlp*"}, {"match": "*up_proj*"}, {"match": "*.q_projj.*"})
     with pytest.raises(UserError) as refused:
         arrange(tiny(tied=True), asked)
@@ -146,7 +146,7 @@ def test_an_entry_without_a_parameter_is_refused() -> None:
         arrange(frozen, config({"match": "model.norm.weight"}))
 
 
-def test_muon_updates_matrices_between_embedding_and_head() -> None:
+def test_muon_updates_matrices_between_embedding_and_head():
     found = {name: one for name, (one, *_) in settings(tiny(False), config(name="muon")).items()}
     muon = {name for name, one in found.items() if one == "muon"}
     assert muon == {name for name in found if re.search(r"_proj\.weight$", name)}
@@ -160,14 +160,14 @@ def test_muon_updates_matrices_between_embedding_and_head() -> None:
     }
 
 
-def test_a_matrix_of_one_row_or_column_is_adamws() -> None:
+def test_a_matrix_of_one_row_or_column_is_adamws():
     found = settings(tiny(True, intermediate_size=1), config(name="muon"))
     for part in ("gate", "up", "down"):
         assert found[f"model.layers.0.mlp.{part}_proj.weight"] == ("adamw", 3e-4, 0.1)
     assert found["model.layers.0.self_attn.q_proj.weight"][0] == "muon"
 
 
-def test_muon_without_a_matrix_is_refused() -> None:
+def test_muon_without_a_matrix_is_refused():
     model = tiny(True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
@@ -175,13 +175,13 @@ def test_muon_without_a_matrix_is_refused() -> None:
         make_optimizer(model, config(name="muon"))
 
 
-def gradients(model: nn.Module, seed: int) -> None:
+def gradients(model, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def test_muon_and_adamw_make_the_updates_that_both_make_alone() -> None:
+def test_muon_and_adamw_make_the_updates_that_both_make_alone():
     ours, theirs = tiny(False), tiny(False)
     asked = config({"match": "*norm*", "learning_rate": 0.5}, name="muon", learning_rate=0.01)
     together = make_optimizer(ours, asked)
@@ -210,7 +210,7 @@ def test_muon_and_adamw_make_the_updates_that_both_make_alone() -> None:
         assert torch.equal(parameter, named[name]), name
 
 
-def test_an_update_of_muon_has_the_size_of_one_of_adamw() -> None:
+def test_an_update_of_muon_has_the_size_of_one_of_adamw():
     sizes = []
     for name in ("muon", "adamw"):
         model = tiny(True, hidden_size=64, intermediate_size=96)
@@ -224,14 +224,14 @@ def test_an_update_of_muon_has_the_size_of_one_of_adamw() -> None:
     assert sizes[1] == pytest.approx(1.0, rel=0.01)  # its first step
 
 
-def test_8_bit_adamw_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_adamw_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'llmtrain\[quantized\]'"):
         make_optimizer(tiny(True), config(name="adamw_8bit"))
 
 
 @needs("bitsandbytes")
-def test_8_bit_adamw_is_near_adamw() -> None:
+def test_8_bit_adamw_is_near_adamw():
     models = {}
     for name in ("adamw", "adamw_8bit"):
         models[name] = tiny(True, hidden_size=64, intermediate_size=96)
@@ -244,7 +244,7 @@ def test_8_bit_adamw_is_near_adamw() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0.01)
 
 
-def test_of_adapters_a_alone_decays() -> None:
+def test_of_adapters_a_alone_decays():
     model = tiny(tied=True)
     trainable.attach(model, AdapterConfig(kind="dora", r=2), (3, 4))
     names = decayed(model)
@@ -258,9 +258,7 @@ def test_of_adapters_a_alone_decays() -> None:
 @pytest.mark.parametrize("scale", [None, 1.7])
 @pytest.mark.parametrize("refused", [None, 0.0, 1.0])
 @pytest.mark.parametrize("without", ["", "norm"])
-def test_fused_adamw_has_the_bits_of_torchs_own(
-    scale: float | None, refused: float | None, without: str
-) -> None:
+def test_fused_adamw_has_the_bits_of_torchs_own(scale, refused, without):
     """without: parameters with this in their names have no gradient in the second step."""
     ours, theirs = tiny(False), tiny(False)
     own = make_optimizer(ours, config(learning_rate=0.01))

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,28 +20,28 @@ class Tokens:
 
     bos, eos = None, EOS
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text):
         return np.array([ord(one) - ord("a") for one in text])
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return "".join(chr(ord("a") + one) for one in ids)
 
 
 class Written:
     """The control group of a rank. said: what rank 0 broadcasts, None where this is rank 0."""
 
-    def __init__(self, said: list[bytes] | None) -> None:
+    def __init__(self, said):
         self.rank = 0 if said is None else 1
         self.world_size = 2
         self.heard: list[bytes] = []
         self._said = said
 
-    def broadcast(self, body: bytes) -> bytes:
+    def broadcast(self, body):
         self.heard.append(body if self._said is None else self._said[len(self.heard)])
         return self.heard[-1]
 
 
-def due(*, steps: int = 100) -> Due:
+def due(*, steps=100):
     """What is due in a run of so many steps."""
     periods = {"evaluate_every": 20, "save_every": 20, "log_every": 1}
     return Due(
@@ -50,7 +49,7 @@ def due(*, steps: int = 100) -> Due:
     )
 
 
-def run_of(model: Any, ranks: Written, what_is_due: Due) -> Any:
+def run_of(model, ranks, what_is_due):
     """A run at step 3."""
     return SimpleNamespace(
         config=SimpleNamespace(
@@ -68,12 +67,12 @@ def run_of(model: Any, ranks: Written, what_is_due: Due) -> Any:
     )
 
 
-def written(rows: list[list[float]], said: list[bytes] | None) -> tuple[str, int, list[bytes]]:
+def written(rows, said):
     """The text, the number of forwards and what was broadcast. rows: logits of each forward."""
     forwards = iter(rows)
     contexts = []
 
-    def model(ids: torch.Tensor) -> torch.Tensor:
+    def model(ids):
         contexts.append(ids.tolist())
         return torch.tensor([next(forwards, rows[-1])])
 
@@ -82,7 +81,7 @@ def written(rows: list[list[float]], said: list[bytes] | None) -> tuple[str, int
     return found.text, len(contexts), ranks.heard
 
 
-def sure(token: int) -> list[float]:
+def sure(token):
     """Logits that leave no other choice."""
     return [100.0 if one == token else 0.0 for one in range(VOCABULARY)]
 
@@ -106,7 +105,7 @@ def test_a_text_without_an_end_is_cut_off():
     assert forwards == len(said) == 64
 
 
-def ends_at_once(_ids: torch.Tensor) -> torch.Tensor:
+def ends_at_once(_ids):
     """A model that is sure of the end."""
     return torch.tensor([sure(EOS)])
 

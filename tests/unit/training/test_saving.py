@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,29 +15,29 @@ from llmtrain.config.schema import Config
 from llmtrain.training.saving import Saves, _retain, reserve, short_of_memory
 
 
-def rank(host: str, needed: int, free: int) -> dict:
+def rank(host, needed, free):
     return {"host": host, "needed": needed, "free": free}
 
 
-def test_copies_of_all_ranks_of_a_host_must_fit_into_what_is_free_there() -> None:
+def test_copies_of_all_ranks_of_a_host_must_fit_into_what_is_free_there():
     assert short_of_memory([rank("a", 100, 1000), rank("a", 100, 990)]) == []
     assert short_of_memory([rank("a", 600, 1000), rank("a", 600, 990)]) == ["a"]
 
 
-def test_each_host_counts_for_itself() -> None:
+def test_each_host_counts_for_itself():
     heard = [rank("a", 600, 1000), rank("b", 600, 500), rank("c", 0, 0)]
     assert short_of_memory(heard) == ["b"]
 
 
-def test_the_training_beside_the_copy_needs_some_memory_too() -> None:
+def test_the_training_beside_the_copy_needs_some_memory_too():
     assert short_of_memory([rank("a", 1000, 1000)]) == ["a"]
 
 
-def test_a_rank_that_writes_nothing_needs_nothing() -> None:
+def test_a_rank_that_writes_nothing_needs_nothing():
     assert short_of_memory([rank("a", 600, 700), rank("a", 0, 700)]) == []
 
 
-def test_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path):
     events: list[tuple[str, int, str]] = []
     root = tmp_path / "checkpoints"
     root.mkdir()
@@ -66,8 +65,8 @@ def test_a_checkpoint_that_is_deleted_by_hand_is_told_once(tmp_path: Path) -> No
     ]
 
 
-def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> None:
-    def refused(*_: object) -> list[str]:
+def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch):
+    def refused(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     policy = Config.model_validate(tiny_config(tmp_path)).checkpoint
@@ -85,7 +84,7 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", [24])])
-def test_memory_is_pinned_ahead_on_cuda_alone(device: str, expected: list[int]) -> None:
+def test_memory_is_pinned_ahead_on_cuda_alone(device, expected):
     asked: list[int] = []
     data = SimpleNamespace(nbytes=12, is_cuda=True)
     run = SimpleNamespace(

@@ -6,7 +6,6 @@ import json
 import math
 import random  # noqa: TID251  # what is seeded
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from llmtrain.training import loop
 from llmtrain.training import stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
-from llmtrain.training.run.run import Run
 from llmtrain.training.step import host_part, seed_generators
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags
 
@@ -47,7 +45,7 @@ MIXTURE = {
 
 
 @pytest.fixture(params=[None, 50], ids=["always full", "summed"])
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def config(request, tmp_path):
     """A run whose blocks are always full, and one whose trained tokens are summed."""
     changes = {"training__steps": STEPS, "training__global_batch_size": 4}
     values = tiny_config(tmp_path / "run", **changes)
@@ -56,25 +54,25 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return llmtrain.load_config(write_config(tmp_path, values))
 
 
-def each_step(monkeypatch: pytest.MonkeyPatch, begins: Any) -> None:
+def each_step(monkeypatch, begins):
     """Call `begins(run, step)` where a step begins, and with None when the last one is over."""
     begin, finish = loop.begin, loop.finish
     monkeypatch.setattr(loop, "begin", lambda run, step: (begins(run, step), begin(run, step)))
     monkeypatch.setattr(loop, "finish", lambda run: (begins(run, None), finish(run))[1])
 
 
-def test_a_step_reads_nothing_from_the_device(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_nothing_from_the_device(config, monkeypatch):
     """As where operations are queued. The last step, behind which the run is saved, is left out."""
     monkeypatch.setattr(engine, "is_asynchronous", lambda device: True)
     found: list[str] = []
     sent_up: list[object] = []
     made, reading = torch.tensor, reads(found)
 
-    def tensor(*given: Any, **more: Any) -> torch.Tensor:
+    def tensor(*given, **more):
         sent_up.extend(more.keys() & {"device"})
         return made(*given, **more)
 
-    def begins(_run: Run, step: int | None) -> None:
+    def begins(_run, step):
         if step == 2:
             reading.__enter__()
             monkeypatch.setattr(torch, "tensor", tensor)
@@ -90,20 +88,20 @@ def test_a_step_reads_nothing_from_the_device(config: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("config", [50], indirect=True, ids=["summed"])
-def test_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_right_one_step_late(config, monkeypatch):
     """Right: equal to the loss that the model itself computes on the step's rows."""
     own: list[float] = []
     received: list[tuple[int, int]] = []
     update, training = loop.update, RunLog.training
 
-    def updated(run: Run, batch: Any, factor: float) -> None:
+    def updated(run, batch, factor):
         ids, labels = torch.from_numpy(batch.ids[:, :-1]).long(), torch.from_numpy(batch.labels)
         with torch.no_grad():
             logits = run.built.bare(ids, use_cache=False).logits.flatten(0, 1)
         own.append(float(torch.nn.functional.cross_entropy(logits, labels.flatten())))
         update(run, batch, factor)
 
-    def told(log: RunLog, numbers: Any) -> None:
+    def told(log, numbers):
         received.append((len(own), numbers.step))
         training(log, numbers)
 
@@ -116,9 +114,7 @@ def test_metrics_are_right_one_step_late(config: Any, monkeypatch: pytest.Monkey
     assert not any("router_loss" in line for line in logged)
 
 
-def test_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(tmp_path, monkeypatch):
     """The tuned loop is counted beside it, as torch and Python have their own numbers of calls."""
     recorded = [json.loads(line) for line in RECORDED.read_text().splitlines()][-1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -133,14 +129,14 @@ def test_a_step_adds_no_more_to_a_tuned_loop_than_was_recorded(
     assert {name for name, more in over.items() if more > 0.01 * whole[name]} == set()
 
 
-def added(counts: dict[str, dict[str, float]]) -> dict[str, float]:
+def added(counts):
     """The counts of llmtrain's step less those of the tuned loop's."""
     own, tuned = counts["llmtrain"], counts["bare_tuned"]
     return {name: count - tuned[name] for name, count in own.items()}
 
 
-def test_what_a_step_draws_depends_on_the_seed_the_rank_and_the_step_alone() -> None:
-    def drawn(*of: int) -> tuple[float, float, float]:
+def test_what_a_step_draws_depends_on_the_seed_the_rank_and_the_step_alone():
+    def drawn(*of):
         seed_generators(torch.device("cpu"), *of)
         return random.random(), np.random.random(), torch.rand(()).item()
 
@@ -153,7 +149,7 @@ def test_what_a_step_draws_depends_on_the_seed_the_rank_and_the_step_alone() -> 
         assert len(set(numbers)) == 4
 
 
-def test_each_number_of_the_host_is_in_its_slot() -> None:
+def test_each_number_of_the_host_is_in_its_slot():
     ids = np.zeros((1, 2), np.int32)
     batch = Batch(
         ids, ids, 5, None, {}, 0x4444333322221111, 0, {"b": 5}, {}, 3.0, ended=True, real_tokens=7
@@ -169,8 +165,8 @@ def test_each_number_of_the_host_is_in_its_slot() -> None:
 
 
 def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skips_padding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Right: each conversation without padding, and transformers' router loss with its mask."""
     changes = {"training__global_batch_size": 8, "training__micro_batch_size": 4}
     changes |= {"training__steps": 2, "data__seq_len": 256, "data__packing": "single"}
@@ -194,7 +190,7 @@ def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skip
     update = loop.update
 
     @torch.no_grad()
-    def count_alone(run: Run, batch: Any) -> None:
+    def count_alone(run, batch):
         ids, labels = torch.from_numpy(batch.ids[:, :-1]).long(), torch.from_numpy(batch.labels)
         stops = [int((row != -100).nonzero()[-1]) + 1 for row in labels]
         real = torch.arange(ids.shape[1]) < torch.tensor(stops)[:, None]
@@ -211,7 +207,7 @@ def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skip
         lengths.extend(stops)
         right.append((loss / batch.trained_tokens, router / batch.trained_tokens))
 
-    def updated(run: Run, batch: Any, factor: float) -> None:
+    def updated(run, batch, factor):
         count_alone(run, batch)
         update(run, batch, factor)
 
@@ -223,9 +219,7 @@ def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skip
     assert found == [pytest.approx(one, abs=1e-5) for one in right]
 
 
-def test_a_run_logs_the_loss_of_its_tokens_and_that_of_its_router_beside_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_logs_the_loss_of_its_tokens_and_that_of_its_router_beside_it(tmp_path, capfd):
     """The same 8 rows as micro-batches of 8 and of 1; the coefficient is made large."""
     first, evaluated = {}, {}
     for size in (8, 1):
@@ -247,10 +241,10 @@ def test_a_run_logs_the_loss_of_its_tokens_and_that_of_its_router_beside_it(
 
 
 @pytest.mark.parametrize("config", [None], indirect=True, ids=["always full"])
-def test_a_step_searches_no_packages(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_searches_no_packages(config, monkeypatch):
     searched: list[str] = []
 
-    def begins(_run: Run, step: int | None) -> None:
+    def begins(_run, step):
         if step == 2:
             monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: searched.append(name))
         if step is None:
@@ -261,7 +255,7 @@ def test_a_step_searches_no_packages(config: Any, monkeypatch: pytest.MonkeyPatc
     assert searched == []
 
 
-def test_ddp_gets_no_static_graph() -> None:
+def test_ddp_gets_no_static_graph():
     """A first backward inside `no_sync` would die of it."""
     launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
     try:

@@ -14,7 +14,7 @@ from llmtrain.training.watchdog import Watchdog, watching
 class Record:
     """What a run says of itself, as far as the watchdog uses it."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir):
         (run_dir / "logs").mkdir()
         self.run_dir = run_dir
         self.rank = 0
@@ -23,22 +23,20 @@ class Record:
         self.events: list[tuple[str, int, dict[str, Any]]] = []
         self.ends: list[tuple[str, int, str]] = []
 
-    def event(self, name: str, step: int, **detail: object) -> None:
+    def event(self, name, step, **detail):
         self.events.append((name, step, detail))
 
-    def end(self, state: str, code: int, reason: str) -> None:
+    def end(self, state, code, reason):
         self.ends.append((state, code, reason))
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Record:
+def record(tmp_path):
     system.beat("a micro-batch")
     return Record(tmp_path)
 
 
-def reported(
-    record: Record, median: float | None, minutes: float, looks: int, rank: int = 0
-) -> Any:
+def reported(record, median, minutes, looks, rank=0):
     """After how many looks without progress it reports, and how often; after how many it ends."""
     left: list[int] = []
     record.rank = rank
@@ -67,23 +65,21 @@ def reported(
     ],
 )
 def test_a_hang_is_reported_once_and_ended_before_the_peers_give_up(
-    record: Record, median: float | None, minutes: float, expected: Any
-) -> None:
+    record, median, minutes, expected
+):
     assert reported(record, median, minutes, 4000) == expected
 
 
 @pytest.mark.parametrize("phase", ["building the model", "a vote (training a tokenizer)"])
-def test_one_long_call_of_a_library_is_told_late_and_never_ended(
-    record: Record, phase: str
-) -> None:
+def test_one_long_call_of_a_library_is_told_late_and_never_ended(record, phase):
     system.beat(phase)
     assert reported(record, None, 20, 4000) == ([600], [])
 
 
-def test_a_report_names_the_phase_and_shows_every_thread(record: Record) -> None:
+def test_a_report_names_the_phase_and_shows_every_thread(record):
     release = threading.Event()
 
-    def stuck_in_a_test() -> None:
+    def stuck_in_a_test():
         release.wait()
 
     thread = threading.Thread(target=stuck_in_a_test)
@@ -102,9 +98,7 @@ def test_a_report_names_the_phase_and_shows_every_thread(record: Record) -> None
     assert "test_a_report_names_the_phase" in log
 
 
-def test_the_end_is_recorded_with_75_and_the_phase(
-    record: Record, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_is_recorded_with_75_and_the_phase(record, capfd):
     left: list[int] = []
     dog = Watchdog(record, 1.0, left.append)
     for _ in range(54):
@@ -119,9 +113,7 @@ def test_the_end_is_recorded_with_75_and_the_phase(
     assert log.count("the stacks of all threads") == 2  # where it hung, and where it was at the end
 
 
-def test_the_cause_is_that_of_a_rank_that_failed_while_this_one_waited(
-    record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cause_is_that_of_a_rank_that_failed_while_this_one_waited(record, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     failures.write(record.run_dir, 1, 75, "no progress")
     failures.write(record.run_dir, 2, 1, "a defect")
@@ -133,7 +125,7 @@ def test_the_cause_is_that_of_a_rank_that_failed_while_this_one_waited(
     assert record.ends == [("failed", 1, "rank 2: a defect")]
 
 
-def test_a_run_that_is_over_keeps_its_end_and_its_code(record: Record) -> None:
+def test_a_run_that_is_over_keeps_its_end_and_its_code(record):
     """It hangs while it closes: what it had to do is done and recorded."""
     record.exit_code = 0
     left: list[int] = []
@@ -143,7 +135,7 @@ def test_a_run_that_is_over_keeps_its_end_and_its_code(record: Record) -> None:
     assert (left, record.ends) == ([0], [])
 
 
-def test_progress_begins_the_count_anew_and_another_hang_is_another_report(record: Record) -> None:
+def test_progress_begins_the_count_anew_and_another_hang_is_another_report(record):
     dog = Watchdog(record, 20, pytest.fail)
     dog.follow(lambda: 0.1)
     for _ in range(3):
@@ -161,15 +153,13 @@ def test_progress_begins_the_count_anew_and_another_hang_is_another_report(recor
     assert phases == ["the reduction of a step", "a micro-batch"]
 
 
-def test_while_a_run_starts_others_than_rank_0_wait_for_it_in_silence(record: Record) -> None:
+def test_while_a_run_starts_others_than_rank_0_wait_for_it_in_silence(record):
     assert reported(record, None, 20, 4000, rank=1) == ([], [1190])
     assert "no progress" in (record.run_dir / "logs" / "rank-1.log").read_text()
     assert reported(record, 0.1, 20, 4000, rank=1) == ([300], [1190])
 
 
-def test_what_cannot_be_written_holds_up_nothing(
-    record: Record, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_holds_up_nothing(record, monkeypatch, capfd):
     """The disk hangs, which is why there is no progress; and there is no log to write to."""
     monkeypatch.setattr(watchdog, "_WRITING_SECONDS", 0.01)
     release = threading.Event()
@@ -185,9 +175,7 @@ def test_what_cannot_be_written_holds_up_nothing(
     assert "the stacks of all threads" in capfd.readouterr().err
 
 
-def test_a_thread_looks_as_long_as_the_run_is_open(
-    record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_looks_as_long_as_the_run_is_open(record, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.001)
     monkeypatch.setattr(watchdog, "_REPORT_SECONDS", 5)
     with watching(record, 1e6):
@@ -196,9 +184,7 @@ def test_a_thread_looks_as_long_as_the_run_is_open(
     assert len(record.events) == 1
 
 
-def test_a_terminal_that_takes_no_lines_does_not_stop_the_watchdog(
-    record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_takes_no_lines_does_not_stop_the_watchdog(record, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.001)
     monkeypatch.setattr(watchdog, "_REPORT_SECONDS", 5)
     monkeypatch.setattr(watchdog, "_WRITING_SECONDS", 0.01)
@@ -209,7 +195,7 @@ def test_a_terminal_that_takes_no_lines_does_not_stop_the_watchdog(
     assert "watchdog" not in {one.name for one in threading.enumerate()}
 
 
-def test_the_long_calls_have_the_names_that_the_start_gives_them() -> None:
+def test_the_long_calls_have_the_names_that_the_start_gives_them():
     package = Path(watchdog.__file__).parents[1]
     said = "".join(path.read_text() for path in package.rglob("*.py") if path.stem != "watchdog")
     for phase in watchdog._LONG:

@@ -129,11 +129,11 @@ TWICE = {
 }  # fmt: skip
 
 
-def template(text: str) -> Template:
+def template(text):
     return Template({"default": text}, {"bos_token": "<s>"}, DEFAULTS.date)
 
 
-def conversation(rng: np.random.Generator, count: int) -> list[dict[str, str]]:
+def conversation(rng, count):
     """Roles in any order: what a template does with them is its own affair."""
     roles, texts = (
         ("user", "assistant", "user", "assistant", "tool"),
@@ -153,7 +153,7 @@ def said(make_text):
         return error.why
 
 
-def beginnings_are_alike(text: str, rng: np.random.Generator) -> None:
+def beginnings_are_alike(text, rng):
     messages = conversation(rng, int(rng.integers(1, 14)))
     tools = TOOLS if rng.random() < 0.3 else None
     one = template(text).beginnings(messages, tools)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +21,13 @@ print(train_bpe(texts, 400), end="")
 """
 
 
-def directory(path: Path, texts: list[str], entries: int) -> Path:
+def directory(path, texts, entries):
     (path / "tokenizer.json").write_text(train_bpe(texts, entries), encoding="utf-8")
     (path / "tokenizer_config.json").write_text(tokenizer_config(), encoding="utf-8")
     return path
 
 
-def counts_of_pairs(words: dict[tuple[str, ...], int]) -> dict[tuple[str, str], int]:
+def counts_of_pairs(words):
     counts: dict[tuple[str, str], int] = {}
     for word, times in words.items():
         for pair in pairwise(word):
@@ -36,7 +35,7 @@ def counts_of_pairs(words: dict[tuple[str, ...], int]) -> dict[tuple[str, str], 
     return counts
 
 
-def merged(word: tuple[str, ...], a: str, b: str) -> tuple[str, ...]:
+def merged(word, a, b):
     out: list[str] = []
     for symbol in word:
         if out and out[-1] == a and symbol == b:

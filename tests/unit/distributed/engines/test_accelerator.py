@@ -1,8 +1,5 @@
 """What is told to torch and accelerate on a GPU, on a machine that only seems to have one."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,7 +10,7 @@ from llmtrain.distributed.engines.accelerator import close, make_accelerator
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def closed():
     before = torch.get_float32_matmul_precision()
     yield
     close()
@@ -21,14 +18,14 @@ def closed() -> Iterator[None]:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(monkeypatch):
     """A GPU as far as llmtrain can see; accelerate is left the CPU."""
     monkeypatch.setattr(accelerator, "on_cpu", lambda: False)
     made = Accelerator
     monkeypatch.setattr(accelerator, "Accelerator", lambda **own: made(**(own | {"cpu": True})))
 
 
-def bucket(gradient_bytes: int, **asked: Any) -> int:
+def bucket(gradient_bytes, **asked):
     distributed = DistributedConfig(timeout_minutes=1.0, ddp=DdpConfig(**asked))
     launched = make_accelerator("ddp", "fp32", distributed, gradient_bytes=gradient_bytes)
     return launched.accelerator.ddp_handler.bucket_cap_mb
@@ -36,29 +33,27 @@ def bucket(gradient_bytes: int, **asked: Any) -> int:
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", "high"), ("fp32", "highest")])
 def test_on_a_gpu_products_in_fp32_have_tf32_where_precision_is_mixed(
-    on_a_gpu: None, precision: str, expected: str
-) -> None:
+    on_a_gpu, precision, expected
+):
     torch.set_float32_matmul_precision("medium")
     make_accelerator("ddp", precision, DistributedConfig(timeout_minutes=1.0))
     assert torch.get_float32_matmul_precision() == expected
 
 
-def test_on_a_cpu_they_are_left_alone() -> None:
+def test_on_a_cpu_they_are_left_alone():
     before = torch.get_float32_matmul_precision()
     make_accelerator("ddp", "bf16", DistributedConfig(timeout_minutes=1.0))
     assert torch.get_float32_matmul_precision() == before == "highest"
 
 
 @pytest.mark.parametrize(("gradient_bytes", "expected"), [(999_999_999, 25), (1_000_000_000, 100)])
-def test_many_gradients_are_reduced_in_larger_buckets(
-    on_a_gpu: None, gradient_bytes: int, expected: int
-) -> None:
+def test_many_gradients_are_reduced_in_larger_buckets(on_a_gpu, gradient_bytes, expected):
     assert bucket(gradient_bytes) == expected
 
 
-def test_a_bucket_that_was_asked_for_stays(on_a_gpu: None) -> None:
+def test_a_bucket_that_was_asked_for_stays(on_a_gpu):
     assert bucket(2_000_000_000, bucket_cap_mb=25) == 25
 
 
-def test_on_a_cpu_buckets_are_torchs_own() -> None:
+def test_on_a_cpu_buckets_are_torchs_own():
     assert bucket(2_000_000_000) == 25

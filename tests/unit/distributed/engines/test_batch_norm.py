@@ -9,16 +9,14 @@ from llmtrain.errors import UserError
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 
 
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_batch_norm_has_the_statistics_of_all_ranks_or_is_refused(
-    processes: int, device: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batch_norm_has_the_statistics_of_all_ranks_or_is_refused(processes, device, caplog):
     caplog.set_level("INFO")
     where = SimpleNamespace(num_processes=processes, device=torch.device(device))
     module = Normed()

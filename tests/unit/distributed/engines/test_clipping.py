@@ -12,13 +12,13 @@ from llmtrain.types import SLOTS, StepVector
 AWKWARD = (0.0, 1e-300, 1e-12, 1.0, 1e76, 1.1579208923731618e77, 1e80, math.inf, math.nan)
 
 
-def sums(squares: float, tokens: float = 8.0, **slots: float) -> StepVector:
+def sums(squares, tokens=8.0, **slots):
     said = {"squares": squares, **slots}
     values = [said.get(slot, 0.0) for slot in SLOTS]
     return StepVector(torch.tensor([*values, tokens, 0.0], dtype=torch.float64))
 
 
-def both_ways(monkeypatch: pytest.MonkeyPatch, vector: StepVector, limit: float) -> list[list[str]]:
+def both_ways(monkeypatch, vector, limit):
     """The bits of norm and factor, and whether the update is refused: queued, then on the host."""
     found = []
     for queued in (True, False):
@@ -31,7 +31,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, vector: StepVector, limit: float)
     return found
 
 
-def test_both_ways_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_have_the_same_bits(monkeypatch):
     generator = torch.Generator().manual_seed(5)
     exponents = torch.empty(3000, dtype=torch.float64).uniform_(-20, 20, generator=generator)
     limits = torch.empty(3000, dtype=torch.float64).uniform_(0.01, 9, generator=generator)
@@ -45,9 +45,7 @@ def test_both_ways_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "slots", [{}, {"not_finite": 2.0}, {"data_failed": 1.0}, {"tokens": 0.0}], ids=str
 )
-def test_both_refuse_the_same(
-    monkeypatch: pytest.MonkeyPatch, squares: float, slots: dict[str, float]
-) -> None:
+def test_both_refuse_the_same(monkeypatch, squares, slots):
     device, host = both_ways(monkeypatch, sums(squares, **slots), 1.0)
     assert device == host
     norm = torch.tensor(squares, dtype=torch.float64).sqrt().float()
@@ -55,16 +53,14 @@ def test_both_refuse_the_same(
 
 
 @pytest.mark.parametrize("tokens", [0.0, 8.0])
-def test_a_sum_behind_the_tokens_is_none_of_them(
-    monkeypatch: pytest.MonkeyPatch, tokens: float
-) -> None:
+def test_a_sum_behind_the_tokens_is_none_of_them(monkeypatch, tokens):
     vector = StepVector(torch.cat([sums(1.0, tokens).data, torch.tensor([3.0])]), 1)
     device, host = both_ways(monkeypatch, vector, 1.0)
     assert device == host
     assert device[-1] == str(not tokens)
 
 
-def test_on_the_host_it_is_torchs_own_clipping() -> None:
+def test_on_the_host_it_is_torchs_own_clipping():
     gradients = [torch.randn(7, 3), torch.randn(5)]
     squares = sum(float(one.double().square().sum()) for one in gradients)
     parameter = [torch.zeros_like(one) for one in gradients]

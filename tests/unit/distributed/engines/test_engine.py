@@ -1,6 +1,5 @@
 import copy
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import engine, state
-from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
 from llmtrain.distributed.engines.state import create_state
 from llmtrain.model import trainable
@@ -20,26 +19,24 @@ from llmtrain.types import SLOTS, StepVector
 
 
 @pytest.fixture
-def launched() -> Iterator[Launched]:
+def launched():
     yield make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
     close()
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny():
     torch.manual_seed(0)
     shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **shape)).train()
 
 
-def vector(squares: float, **slots: float) -> StepVector:
+def vector(squares, **slots):
     said = {"squares": squares, **slots}
     values = [said.get(slot, 0.0) for slot in SLOTS]
     return StepVector(torch.tensor([*values, said.get("tokens", 8.0)], dtype=torch.float64))
 
 
-def prepared(
-    launched: Launched, model: LlamaForCausalLM, name: str = "adamw", *, fused: bool = True
-) -> torch.optim.Optimizer:
+def prepared(launched, model, name="adamw", *, fused=True):
     asked = OptimizerConfig(name=name, learning_rate=1e-2)
     optimizer = make_optimizer(model, asked, fused=fused)
     launched.engine.prepare(LossModule(model), model, optimizer)
@@ -47,13 +44,13 @@ def prepared(
     return optimizer
 
 
-def backward(launched: Launched, model: LlamaForCausalLM) -> None:
+def backward(launched, model):
     ids = made_up_batch(2, 9, 32, torch.device("cpu"))
     launched.engine.backward(LossModule(model)(ids[:, :-1], ids[:, 1:]), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_clipping_is_torchs_own(launched: Launched, fused: bool) -> None:
+def test_clipping_is_torchs_own(launched, fused):
     ours, theirs = tiny(), tiny()
     optimizer = prepared(launched, ours, fused=fused)
     backward(launched, ours)
@@ -69,7 +66,7 @@ def test_clipping_is_torchs_own(launched: Launched, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("then", ["a small step", "a refused step"])
-def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str) -> None:
+def test_a_step_is_clipped_only_by_its_own_factor(launched, then):
     ours, alone = tiny(), tiny()
     optimizer = prepared(launched, ours)
     backward(launched, ours)
@@ -88,7 +85,7 @@ def test_a_step_is_clipped_only_by_its_own_factor(launched: Launched, then: str)
         torch.testing.assert_close(first, other.grad, rtol=1e-5, atol=1e-8)
 
 
-def test_the_squares_of_small_and_large_gradients_are_summed_in_fp64() -> None:
+def test_the_squares_of_small_and_large_gradients_are_summed_in_fp64():
     sizes = [1, *(size + more for size in (engine._SMALL, engine._SLAB) for more in (-1, 0, 1))]
     drawn = torch.Generator().manual_seed(0)
     gradients = [torch.randn(size, generator=drawn) for size in sizes]
@@ -97,7 +94,7 @@ def test_the_squares_of_small_and_large_gradients_are_summed_in_fp64() -> None:
         assert float(engine._squares(some)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_no_limit_leaves_gradients_alone(launched: Launched) -> None:
+def test_no_limit_leaves_gradients_alone(launched):
     model = tiny()
     prepared(launched, model)
     backward(launched, model)
@@ -106,7 +103,7 @@ def test_no_limit_leaves_gradients_alone(launched: Launched) -> None:
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched) -> None:
+def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched):
     ours, theirs = tiny(), tiny()
     prepared(launched, ours)
     reference = make_optimizer(theirs, OptimizerConfig(learning_rate=1e-2 * 0.25), fused=False)
@@ -141,9 +138,7 @@ def test_a_step_is_adamw_at_the_groups_rate_times_the_factor(launched: Launched)
         pytest.param("adamw_8bit", True, marks=needs("bitsandbytes")),
     ],
 )
-def test_a_forbidden_step_changes_no_weight_moment_or_count(
-    launched: Launched, forbidden: dict[str, float], name: str, fused: bool
-) -> None:
+def test_a_forbidden_step_changes_no_weight_moment_or_count(launched, forbidden, name, fused):
     model = tiny()
     optimizer = prepared(launched, model, name, fused=fused)
     backward(launched, model)
@@ -159,9 +154,7 @@ def test_a_forbidden_step_changes_no_weight_moment_or_count(
         assert all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(then[k])) for k in then)
 
 
-def test_evaluating_means_no_dropout_and_no_gradient_and_ends_with_training(
-    launched: Launched,
-) -> None:
+def test_evaluating_means_no_dropout_and_no_gradient_and_ends_with_training(launched):
     model = tiny()
     prepared(launched, model)
     with launched.engine.evaluating():
@@ -171,9 +164,7 @@ def test_evaluating_means_no_dropout_and_no_gradient_and_ends_with_training(
     assert torch.is_grad_enabled()
 
 
-def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     launched = make_accelerator("ddp", "fp32", DistributedConfig(timeout_minutes=1.0))
@@ -184,7 +175,7 @@ def test_mixed_precision_and_accumulation_of_the_environment_do_not_get_in(
         close()
 
 
-def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_share() -> None:
+def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_share():
     model = tiny()
     model.register_buffer("seen", torch.arange(3.0))
     optimizer = make_optimizer(model, OptimizerConfig(), fused=False)
@@ -208,9 +199,7 @@ def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_
     assert sizes == held
 
 
-def test_replicas_compare_what_is_trained_and_once_the_frozen_base(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replicas_compare_what_is_trained_and_once_the_frozen_base(monkeypatch):
     seen: list[list[str]] = []
     monkeypatch.setattr(
         engine, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}

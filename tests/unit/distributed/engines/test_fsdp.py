@@ -1,5 +1,4 @@
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import fsdp, state
-from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.errors import UserError
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
@@ -21,28 +20,26 @@ PARALLEL = "PARALLELISM_CONFIG_DP_"
 
 
 @pytest.fixture
-def launched() -> Iterator[Launched]:
+def launched():
     yield make_accelerator("fsdp2", "fp32", DistributedConfig(timeout_minutes=1.0))
     close()
 
 
-def llama(tied: bool = True) -> LlamaForCausalLM:
+def llama(tied=True):
     torch.manual_seed(0)
     shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
     config = LlamaConfig(vocab_size=32, num_hidden_layers=2, tie_word_embeddings=tied, **shape)
     return LlamaForCausalLM(config).train()
 
 
-def prepared(
-    launched: Launched, model: LlamaForCausalLM
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(launched, model):
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2))
     root = launched.engine.prepare(LossModule(model), model, optimizer)
     launched.engine.create_state()
     return root, optimizer
 
 
-def test_one_process_shards_on_a_cpu_and_leaves_the_environment_alone() -> None:
+def test_one_process_shards_on_a_cpu_and_leaves_the_environment_alone():
     before = dict(os.environ)
     launched = make_accelerator("fsdp2", "fp32", DistributedConfig(timeout_minutes=1.0))
     try:
@@ -63,7 +60,7 @@ def test_one_process_shards_on_a_cpu_and_leaves_the_environment_alone() -> None:
 
 
 @needs("accelerate", "1.15")
-def test_units_are_the_blocks_and_what_is_outside_of_them(launched: Launched) -> None:
+def test_units_are_the_blocks_and_what_is_outside_of_them(launched):
     root, _ = prepared(launched, llama(tied=False))
     units = [name for name, part in root.named_modules() if isinstance(part, FSDPModule)]
     expected = ["", "model.lm_head", "model.model.embed_tokens", "model.model.norm"]
@@ -76,9 +73,7 @@ def test_units_are_the_blocks_and_what_is_outside_of_them(launched: Launched) ->
 
 
 @needs("accelerate", "1.15")  # before it, nothing stays gathered after a forward
-def test_an_evaluation_leaves_parameters_sharded_and_the_module_in_training(
-    launched: Launched,
-) -> None:
+def test_an_evaluation_leaves_parameters_sharded_and_the_module_in_training(launched):
     root, _ = prepared(launched, llama())
     ids = made_up_batch(2, 9, 32, launched.device)
     with launched.engine.evaluating():
@@ -90,12 +85,10 @@ def test_an_evaluation_leaves_parameters_sharded_and_the_module_in_training(
 
 
 @pytest.mark.parametrize("forbidden", [{"squares": float("nan")}, {"tokens": 0.0}])
-def test_a_forbidden_step_changes_no_weight_moment_or_count(
-    launched: Launched, forbidden: dict[str, float]
-) -> None:
+def test_a_forbidden_step_changes_no_weight_moment_or_count(launched, forbidden):
     root, optimizer = prepared(launched, llama())
 
-    def step(said: dict[str, float]) -> list[torch.Tensor]:
+    def step(said):
         ids = made_up_batch(2, 9, 32, launched.device)
         with launched.engine.micro(last=True):
             launched.engine.backward(root(ids[:, :-1], ids[:, 1:]), torch.tensor(0.1))
@@ -114,19 +107,19 @@ def test_a_forbidden_step_changes_no_weight_moment_or_count(
     assert launched.engine.optimizer_steps() == 2
 
 
-def test_parameters_on_meta_are_refused(launched: Launched) -> None:
+def test_parameters_on_meta_are_refused(launched):
     with torch.device("meta"):
         model = llama()
     with pytest.raises(ValueError, match=r"parameters are on meta, model\.model\.embed_tokens"):
         prepared(launched, model)
 
 
-def test_tied_parameters_that_came_apart_are_noticed(launched: Launched) -> None:
+def test_tied_parameters_that_came_apart_are_noticed(launched):
     model = llama()
     module, optimizer = LossModule(model), make_optimizer(model, OptimizerConfig())
     prepare = launched.accelerator.prepare
 
-    def parting(*args: object) -> object:
+    def parting(*args):
         result = prepare(*args)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         return result
@@ -136,7 +129,7 @@ def test_tied_parameters_that_came_apart_are_noticed(launched: Launched) -> None
         launched.engine.prepare(module, model, optimizer)
 
 
-def test_a_parameter_that_the_optimizer_lost_is_noticed(launched: Launched) -> None:
+def test_a_parameter_that_the_optimizer_lost_is_noticed(launched):
     model = llama()
     module, optimizer = LossModule(model), make_optimizer(model, OptimizerConfig())
     optimizer.param_groups[1]["params"].pop()
@@ -144,14 +137,14 @@ def test_a_parameter_that_the_optimizer_lost_is_noticed(launched: Launched) -> N
         launched.engine.prepare(module, model, optimizer)
 
 
-def test_a_master_that_is_not_fp32_is_noticed(launched: Launched) -> None:
+def test_a_master_that_is_not_fp32_is_noticed(launched):
     model = llama()
     model.model.norm.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"model\.norm\.weight is torch\.bfloat16"):
         prepared(launched, model)
 
 
-def test_a_parameter_of_no_dimension_is_refused_by_name(launched: Launched) -> None:
+def test_a_parameter_of_no_dimension_is_refused_by_name(launched):
     model = llama()
     model.model.gain = nn.Parameter(torch.ones(()))
     with pytest.raises(UserError, match=r"model\.model\.gain"):
@@ -176,9 +169,7 @@ def test_a_parameter_of_no_dimension_is_refused_by_name(launched: Launched) -> N
     ],
     ids=["two nodes", "four nodes", "the launch says it"],
 )
-def test_hsdp_replicates_over_nodes_unless_the_launch_says_otherwise(
-    env: dict[str, str], world_size: int, sizes: tuple[int, int]
-) -> None:
+def test_hsdp_replicates_over_nodes_unless_the_launch_says_otherwise(env, world_size, sizes):
     assert fsdp.mesh("hsdp", env, world_size) == sizes
     assert fsdp.mesh("fsdp2", env, world_size) == (1, world_size)
 
@@ -188,12 +179,12 @@ def test_hsdp_replicates_over_nodes_unless_the_launch_says_otherwise(
     [("8", 8, "=fsdp2"), ("1", 4, "=ddp"), ("1", 1, "=fsdp2"), ("3", 7, "7 processes")],
     ids=["one node", "one process a node", "one process", "uneven nodes"],
 )
-def test_hsdp_without_a_mesh_is_refused(local: str, world_size: int, said: str) -> None:
+def test_hsdp_without_a_mesh_is_refused(local, world_size, said):
     with pytest.raises(UserError, match=said):
         fsdp.mesh("hsdp", {"LOCAL_WORLD_SIZE": local}, world_size)
 
 
-def test_blocks_are_named_by_the_model_or_the_config() -> None:
+def test_blocks_are_named_by_the_model_or_the_config():
     model = llama()
     assert fsdp.wrap_classes(model, "auto") == ["LlamaDecoderLayer"]
     assert fsdp.wrap_classes(model, "LlamaMLP") == ["LlamaMLP"]
@@ -204,14 +195,14 @@ def test_blocks_are_named_by_the_model_or_the_config() -> None:
         assert "distributed.wrap_class=LlamaDecoderLayer" in str(caught.value)
 
 
-def test_a_model_that_names_no_blocks_is_refused_with_the_key_to_set() -> None:
+def test_a_model_that_names_no_blocks_is_refused_with_the_key_to_set():
     model = nn.Module()
     model.stack = nn.ModuleList([nn.Linear(2, 2)])
     with pytest.raises(UserError, match=r"distributed\.wrap_class=Linear"):
         fsdp.wrap_classes(model, "auto")
 
 
-def test_bf16_is_computed_in_bf16_and_reduced_in_fp32() -> None:
+def test_bf16_is_computed_in_bf16_and_reduced_in_fp32():
     policy = fsdp.plugin("fsdp2", "bf16", {}, cpu=True).mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.output_dtype is None
@@ -219,9 +210,7 @@ def test_bf16_is_computed_in_bf16_and_reduced_in_fp32() -> None:
     assert (policy.param_dtype, policy.reduce_dtype) == (None, None)
 
 
-def test_offload_is_for_devices_and_a_rehearsal_says_that_it_is_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_offload_is_for_devices_and_a_rehearsal_says_that_it_is_left_out(caplog):
     offloads = type(fsdp.plugin("fsdp2_offload", "bf16", {}, cpu=False).cpu_offload)
     assert offloads is torch.distributed.fsdp.CPUOffloadPolicy
     assert not caplog.records
@@ -230,7 +219,7 @@ def test_offload_is_for_devices_and_a_rehearsal_says_that_it_is_left_out(
     assert "rehearsed without offload" in caplog.text
 
 
-def test_what_the_launch_file_says_otherwise_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_launch_file_says_otherwise_is_said(caplog):
     usual = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     usual |= {"STATE_DICT_TYPE": "SHARDED_STATE_DICT", "CPU_RAM_EFFICIENT_LOADING": "false"}
     fsdp.plugin("fsdp2", "bf16", {f"FSDP_{k}": v for k, v in usual.items()}, cpu=False)

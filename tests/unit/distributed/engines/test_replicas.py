@@ -1,11 +1,10 @@
 import pytest
 import torch
-from torch import Tensor
 
 from llmtrain.distributed.engines.engine import checksum, odd_ranks
 
 
-def slowly(tensor: Tensor) -> int:
+def slowly(tensor):
     """Words of eight bytes, then the elements behind the last one, as Python adds them."""
     body = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     whole = len(body) - len(body) % 8
@@ -20,20 +19,20 @@ def slowly(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 9, 1001])
-def test_a_checksum_is_the_sum_of_the_memory(dtype: torch.dtype, size: int) -> None:
+def test_a_checksum_is_the_sum_of_the_memory(dtype, size):
     torch.manual_seed(size)
     tensor = (torch.randn(size) * 100).to(dtype)
     assert int(checksum(tensor)) == slowly(tensor)
 
 
-def test_a_checksum_takes_any_shape_and_what_begins_inside_a_word() -> None:
+def test_a_checksum_takes_any_shape_and_what_begins_inside_a_word():
     tensor = torch.randn(3, 5, 7)
     assert int(checksum(tensor)) == slowly(tensor)
     assert int(checksum(tensor.view(-1)[1:])) == slowly(tensor.view(-1)[1:].clone())
     assert int(checksum(torch.tensor(1.5))) == slowly(torch.tensor([1.5]))
 
 
-def test_any_single_bit_changes_a_checksum() -> None:
+def test_any_single_bit_changes_a_checksum():
     tensor = torch.randn(5)
     before = int(checksum(tensor))
     bits = tensor.view(torch.uint8)
@@ -45,7 +44,7 @@ def test_any_single_bit_changes_a_checksum() -> None:
     assert int(checksum(tensor)) == before
 
 
-def test_not_a_number_and_the_sign_of_zero_are_bits_like_others() -> None:
+def test_not_a_number_and_the_sign_of_zero_are_bits_like_others():
     nan = torch.tensor([float("nan"), 1.0])
     assert int(checksum(nan)) == int(checksum(nan.clone()))
     assert int(checksum(torch.tensor([0.0]))) != int(checksum(torch.tensor([-0.0])))
@@ -65,14 +64,12 @@ def test_not_a_number_and_the_sign_of_zero_are_bits_like_others() -> None:
         ([5, 8, 6, 8], 2, [0, 2]),
     ],
 )
-def test_the_odd_ranks_are_those_that_hold_what_most_do_not(
-    sums: list[int], shards: int, expected: list[int]
-) -> None:
+def test_the_odd_ranks_are_those_that_hold_what_most_do_not(sums, shards, expected):
     assert odd_ranks(sums, shards) == expected
 
 
 @pytest.mark.parametrize(("world_size", "shards"), [(3, 1), (8, 1), (6, 2), (12, 3)])
-def test_an_odd_rank_among_many_is_found_wherever_it_is(world_size: int, shards: int) -> None:
+def test_an_odd_rank_among_many_is_found_wherever_it_is(world_size, shards):
     for wrong in range(world_size):
         sums = [rank % shards for rank in range(world_size)]
         sums[wrong] = 99

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -7,19 +5,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import fsdp
-from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.distributed.engines.state import local
 from llmtrain.model.loss import LossModule
 from llmtrain.training.optimizer import make_optimizer
 
 
 @pytest.fixture
-def launched() -> Iterator[Launched]:
+def launched():
     yield make_accelerator("fsdp2", "fp32", DistributedConfig(timeout_minutes=1.0))
     close()
 
 
-def llama() -> LlamaForCausalLM:
+def llama():
     shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=32, num_hidden_layers=2, tie_word_embeddings=True, **shape)
@@ -31,9 +29,7 @@ def llama() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("sent", [64 << 20, 100, 8], ids=["at once", "in pieces", "one by one"])
-def test_a_skeleton_becomes_the_whole_model(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, sent: int
-) -> None:
+def test_a_skeleton_becomes_the_whole_model(launched, monkeypatch, sent):
     monkeypatch.setattr(fsdp, "_SENT", sent)
     whole = llama()
     with torch.device("meta"):

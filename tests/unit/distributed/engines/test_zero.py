@@ -4,8 +4,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.on_paper import llama
@@ -15,7 +13,7 @@ from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, bucket_eleme
 from llmtrain.errors import UserError
 
 
-def made(strategy: str, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+def made(strategy, precision="fp32", **more):
     given = {"max_grad_norm": 1.0, "largest_block": 1000, "cpu": False, **more}
     return zero.config(strategy, precision, **given)
 
@@ -24,9 +22,7 @@ def made(strategy: str, precision: str = "fp32", **more: Any) -> dict[str, Any]:
     ("strategy", "stage", "offload"),
     [("zero1", 1, False), ("zero2", 2, False), ("zero3", 3, False), ("zero3_offload", 3, True)],
 )
-def test_a_strategy_is_a_stage_and_where_its_state_lives(
-    strategy: str, stage: int, offload: bool
-) -> None:
+def test_a_strategy_is_a_stage_and_where_its_state_lives(strategy, stage, offload):
     found = made(strategy)["zero_optimization"]
     assert found["stage"] == stage
     for key in ("offload_optimizer", "offload_param"):
@@ -34,7 +30,7 @@ def test_a_strategy_is_a_stage_and_where_its_state_lives(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_reduced_and_kept_in_fp32(precision: str) -> None:
+def test_gradients_are_reduced_and_kept_in_fp32(precision):
     found = made("zero2", precision)
     assert found["communication_data_type"] == "fp32"
     assert found["data_types"] == {"grad_accum_dtype": "fp32"}
@@ -43,19 +39,19 @@ def test_gradients_are_reduced_and_kept_in_fp32(precision: str) -> None:
     assert found["fp16"] == {"enabled": False}
 
 
-def test_the_limit_is_ours_and_none_is_zero() -> None:
+def test_the_limit_is_ours_and_none_is_zero():
     assert made("zero2", max_grad_norm=0.5)["gradient_clipping"] == 0.5
     assert made("zero2", max_grad_norm=None)["gradient_clipping"] == 0.0
 
 
-def test_accumulation_stays_with_the_step() -> None:
+def test_accumulation_stays_with_the_step():
     found = made("zero3")
     assert found["gradient_accumulation_steps"] == 1
     assert found["managed_gradient_accumulation"] is True
     assert "auto" not in str(found)
 
 
-def test_buffers_are_as_large_as_two_blocks_and_never_larger_than_deepspeeds_own() -> None:
+def test_buffers_are_as_large_as_two_blocks_and_never_larger_than_deepspeeds_own():
     small = made("zero3", largest_block=1000)["zero_optimization"]
     large = made("zero3", largest_block=10**9)["zero_optimization"]
     unknown = made("zero3", largest_block=0)["zero_optimization"]
@@ -65,7 +61,7 @@ def test_buffers_are_as_large_as_two_blocks_and_never_larger_than_deepspeeds_own
         assert [one[key] for key in keys] == [5 * 10**8, 10**9, 5 * 10**7]
 
 
-def test_deepspeeds_adam_is_taken_where_a_gpu_offloads() -> None:
+def test_deepspeeds_adam_is_taken_where_a_gpu_offloads():
     forced = {
         (strategy, cpu): made(strategy, cpu=cpu)["zero_force_ds_cpu_optimizer"]
         for strategy in ("zero2", "zero3_offload")
@@ -74,9 +70,7 @@ def test_deepspeeds_adam_is_taken_where_a_gpu_offloads() -> None:
     assert [key for key, value in forced.items() if value] == [("zero3_offload", False)]
 
 
-def test_without_deepspeed_the_message_names_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_deepspeed_the_message_names_what_to_install(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name)
@@ -88,15 +82,13 @@ def test_without_deepspeed_the_message_names_what_to_install(
     assert "pip install 'deepspeed>=0.19.8,<0.20' on Linux" in str(problem)
 
 
-def test_a_cpu_beside_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_beside_visible_gpus_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match='CUDA_VISIBLE_DEVICES=""'):
         make("zero2", cpu=True)
 
 
-def test_offload_without_compiler_and_ninja_names_both(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_offload_without_compiler_and_ninja_names_both(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -106,17 +98,13 @@ def test_offload_without_compiler_and_ninja_names_both(
     assert "pip install ninja" in str(raised.value)
 
 
-def test_without_offload_nothing_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_offload_nothing_is_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list(zero.missing_parts("zero3", cpu=False)) == []
     assert list(zero.missing_parts("zero3_offload", cpu=True)) == []
 
 
-def test_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(monkeypatch, tmp_path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -128,7 +116,7 @@ def test_a_lock_that_nobody_holds_is_said_before_anyone_waits_for_it(
 
 
 @pytest.mark.launches
-def test_a_lock_that_a_builder_holds_is_not_stale(tmp_path: Path) -> None:
+def test_a_lock_that_a_builder_holds_is_not_stale(tmp_path):
     """As torch's FileBaton holds it; it goes with its process."""
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
@@ -147,7 +135,7 @@ def test_a_lock_that_a_builder_holds_is_not_stale(tmp_path: Path) -> None:
     assert zero.stale_locks(tmp_path, {}) == [lock]
 
 
-def test_a_young_lock_may_be_another_nodes(tmp_path: Path) -> None:
+def test_a_young_lock_may_be_another_nodes(tmp_path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -157,7 +145,7 @@ def test_a_young_lock_may_be_another_nodes(tmp_path: Path) -> None:
     assert zero.stale_locks(tmp_path, two_nodes) == [lock]
 
 
-def make(strategy: str, *, cpu: bool) -> None:
+def make(strategy, *, cpu):
     zero.make(strategy, "fp32", timedelta(minutes=1), max_grad_norm=1.0, largest_block=0, cpu=cpu)
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,15 +12,15 @@ from llmtrain.distributed.engines.zero import overflowing
 class Stage3:
     """As stage 3 decides on a step (DeepSpeed 0.19)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.fp32_partitioned_groups_flat: list[object] = []
         self.overflow = False
 
-    def _overflow_check_and_loss_scale_update(self, update_scale: bool = True) -> bool:
+    def _overflow_check_and_loss_scale_update(self, update_scale=True):
         self.overflow = False
         return self.overflow
 
-    def step(self) -> bool:
+    def step(self):
         self._overflow_check_and_loss_scale_update(update_scale=False)
         return not self.overflow
 
@@ -29,14 +28,14 @@ class Stage3:
 class Stage2:
     """As stages 1 and 2 do, in fp32: without a look at the gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.check_grad_overflow = False
         self.overflow = False
 
-    def check_overflow(self, partition_gradients: bool = True) -> None:
+    def check_overflow(self, partition_gradients=True):
         self.overflow = False
 
-    def step(self) -> bool:
+    def step(self):
         self.overflow = False
         if self.check_grad_overflow:
             self.check_overflow(partition_gradients=True)
@@ -44,7 +43,7 @@ class Stage2:
 
 
 @pytest.mark.parametrize("kind", [Stage3, Stage2])
-def test_a_step_inside_is_skipped_and_one_behind_it_is_made(kind: Any) -> None:
+def test_a_step_inside_is_skipped_and_one_behind_it_is_made(kind):
     optimizer = kind()
     before = dict(vars(optimizer))
     with overflowing(optimizer):
@@ -53,7 +52,7 @@ def test_a_step_inside_is_skipped_and_one_behind_it_is_made(kind: Any) -> None:
     assert vars(optimizer) == before
 
 
-def test_what_fails_inside_leaves_nothing_replaced() -> None:
+def test_what_fails_inside_leaves_nothing_replaced():
     optimizer = Stage2()
     before = dict(vars(optimizer))
     with pytest.raises(RuntimeError), overflowing(optimizer):
@@ -61,7 +60,7 @@ def test_what_fails_inside_leaves_nothing_replaced() -> None:
     assert vars(optimizer) == before
 
 
-def test_the_optimizer_without_a_check_drops_its_gradients_and_has_no_norm() -> None:
+def test_the_optimizer_without_a_check_drops_its_gradients_and_has_no_norm():
     calls: list[str] = []
     optimizer = SimpleNamespace(
         fp32_groups_flat_partition=[],
@@ -78,7 +77,7 @@ def test_the_optimizer_without_a_check_drops_its_gradients_and_has_no_norm() -> 
     assert calls[-1] == "step"
 
 
-def test_the_names_are_those_of_the_installed_deepspeed() -> None:
+def test_the_names_are_those_of_the_installed_deepspeed():
     """Read from its source: importing it takes seconds, and warns."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:

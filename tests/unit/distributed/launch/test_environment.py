@@ -12,7 +12,7 @@ import pytest
 from helpers.config import loaded
 from helpers.ranks import ROOT
 
-from llmtrain.config.schema import Config, DistributedConfig
+from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.launch.environment import (
     allowed_strategies,
     awaited,
@@ -25,7 +25,7 @@ from llmtrain.distributed.launch.environment import (
 from llmtrain.errors import UserError
 
 
-def check(env: dict[str, str], config: Config) -> None:
+def check(env, config):
     check_environment(env, config.distributed, config.training)
 
 
@@ -96,7 +96,7 @@ REFUSED = {
 }
 
 
-def refused(env, config) -> dict[str, str]:
+def refused(env, config):
     with pytest.raises(UserError) as caught:
         check(env, config)
     return {problem.key: str(problem) for problem in caught.value.problems}
@@ -354,7 +354,7 @@ def test_all_variables_that_a_launcher_left_are_named(tmp_path):
     assert problem.remedy == f"unset {names}, or use accelerate launch"
 
 
-def test_python_without_docstrings_is_refused_by_name() -> None:
+def test_python_without_docstrings_is_refused_by_name():
     for optimize in (0, 1):
         check_docstrings(optimize)
     with pytest.raises(UserError, match="PYTHONOPTIMIZE = 2") as caught:
@@ -364,7 +364,7 @@ def test_python_without_docstrings_is_refused_by_name() -> None:
 
 @pytest.mark.launches
 @pytest.mark.parametrize("words", [["report", "runs/a"], ["train", "a.yaml"], ["plan", "a.yaml"]])
-def test_every_command_refuses_it_before_anything_else(words: list[str]) -> None:
+def test_every_command_refuses_it_before_anything_else(words):
     env = {**os.environ, "PYTHONOPTIMIZE": "2"}
     command = [sys.executable, "-m", "llmtrain", *words]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)

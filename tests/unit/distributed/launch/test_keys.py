@@ -51,5 +51,5 @@ def test_what_the_file_does_not_say_is_accelerates_default():
     assert not has_values({}, {"fsdp_offload_params": True})
 
 
-def _reaches_a_rank(key: str) -> bool:
+def _reaches_a_rank(key):
     return any(section.variables.get(key) for section in SECTIONS.values())

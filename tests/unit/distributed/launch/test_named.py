@@ -24,7 +24,7 @@ ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
-def mesh(replicas=1, shards=1, **sizes) -> dict[str, str]:
+def mesh(replicas=1, shards=1, **sizes):
     """What a `parallelism_config` of a file becomes; sizes: tp, cp, sp."""
     sizes = {"dp_replicate": replicas, "dp_shard": shards, "tp": 1, "cp": 1, "sp": 1} | sizes
     found = {f"PARALLELISM_CONFIG_{kind.upper()}_SIZE": str(n) for kind, n in sizes.items()}

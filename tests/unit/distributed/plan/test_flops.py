@@ -1,12 +1,10 @@
 """The operations of a step, against those that torch counts of a real forward and backward."""
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.on_paper import gpus, llama, work
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.config.schema import AdapterConfig
@@ -32,14 +30,14 @@ GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 500, "n_positions
 SPECIAL = {"bos_token_id": None, "eos_token_id": None}
 
 
-def built(model_type: str, **fields: Any) -> PreTrainedModel:
+def built(model_type, **fields):
     """Attention without a kernel of its own, so that torch counts its products."""
     described = CONFIG_MAPPING[model_type](**fields, **SPECIAL)
     model = AutoModelForCausalLM.from_config(described, attn_implementation="eager")
     return model.train()
 
 
-def counted(model: PreTrainedModel) -> float:
+def counted(model):
     """Per token, by torch."""
     ids = torch.zeros(BLOCKS, TOKENS, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
@@ -57,7 +55,7 @@ def counted(model: PreTrainedModel) -> float:
     ],
     ids=["llama", "llama, tied", "gpt2"],
 )
-def test_operations_are_those_that_torch_counts(model_type: str, fields: dict[str, Any]) -> None:
+def test_operations_are_those_that_torch_counts(model_type, fields):
     model = built(model_type, **fields)
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)
 
@@ -72,7 +70,7 @@ def test_operations_are_those_that_torch_counts(model_type: str, fields: dict[st
     ],
     ids=["the embedding", "matrices between", "the lower half", "all but the head"],
 )
-def test_frozen_matrices_have_fewer(patterns: list[str]) -> None:
+def test_frozen_matrices_have_fewer(patterns):
     model = built("llama", **LLAMA)
     whole = flops(shape(model), TOKENS)
     freeze(model, patterns)
@@ -80,20 +78,20 @@ def test_frozen_matrices_have_fewer(patterns: list[str]) -> None:
     assert flops(shape(model), TOKENS) <= whole
 
 
-def test_below_adapters_weights_have_no_gradient_of_their_own() -> None:
+def test_below_adapters_weights_have_no_gradient_of_their_own():
     model = built("llama", **LLAMA | {"num_hidden_layers": 12})
     trainable.attach(model, AdapterConfig(kind="lora", r=8), ())
     # What reads the input of the first block needs no gradient of it, which is not taken off.
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)
 
 
-def test_of_experts_those_that_are_chosen_count() -> None:
+def test_of_experts_those_that_are_chosen_count():
     fields = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = built("mixtral", **fields, experts_implementation="eager")
     assert flops(shape(model), TOKENS) == pytest.approx(counted(model), rel=0.01)
 
 
-def test_a_step_at_the_peak_takes_its_operations_through_all_devices() -> None:
+def test_a_step_at_the_peak_takes_its_operations_through_all_devices():
     small = llama(64, 160, 3, 4, 4, 500)
     matrices = 3 * (4 * 64 * 64 + 3 * 64 * 160) + 500 * 64
     operations = (6 * matrices + 12 * 3 * 64 * 128) * 128 * 16
@@ -109,7 +107,7 @@ def test_a_step_at_the_peak_takes_its_operations_through_all_devices() -> None:
     [(True, []), (False, []), (False, ["lm_head.*"]), (False, ["model.*"])],
     ids=["tied", "untied", "a frozen head", "the head alone"],
 )
-def test_the_head_is_computed_for_trained_positions_alone(tied: bool, frozen: list[str]) -> None:
+def test_the_head_is_computed_for_trained_positions_alone(tied, frozen):
     """Beside torch's count of the same step through the loss module, at a quarter of the rows."""
     model = built("llama", **LLAMA | {"tie_word_embeddings": tied})
     freeze(model, frozen)
@@ -129,7 +127,7 @@ def test_the_head_is_computed_for_trained_positions_alone(tied: bool, frozen: li
     assert half == pytest.approx(all_ / 2)
 
 
-def test_without_a_known_peak_there_is_no_share_of_it() -> None:
+def test_without_a_known_peak_there_is_no_share_of_it():
     small = llama(64, 160, 3, 4, 4, 500)
     assert seconds_at_peak(small, work(128, 16), gpus(1, 16, device="Tesla V100")) is None
     assert seconds_at_peak(small, work(128, 16), Hardware(1, 1, 2, 1, None, cpu=True)) is None

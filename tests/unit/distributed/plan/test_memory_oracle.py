@@ -22,9 +22,7 @@ from llmtrain.model.shape import describe_parameters
 DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
-def llama(
-    h: int, f: int, layers: int, heads: int, kv: int, vocabulary: int, **more: Any
-) -> LlamaConfig:
+def llama(h, f, layers, heads, kv, vocabulary, **more):
     return LlamaConfig(
         hidden_size=h,
         intermediate_size=f,
@@ -54,9 +52,7 @@ MODELS: dict[str, tuple[Any, int, int]] = {
 }
 
 
-def planned(
-    described: Any, micro: int, seq_len: int, arithmetic: str, checkpointing: str, *, chunked: bool
-) -> int:
+def planned(described, micro, seq_len, arithmetic, checkpointing, *, chunked):
     precision = "fp32" if arithmetic == "fp32" else "bf16"
     work = Work(seq_len, 2 * micro, micro, precision, checkpointing, None, 1 << 20)
     work = replace(work, chunk=chunk_of("cpu") if chunked else None)
@@ -80,7 +76,7 @@ def planned(
         pytest.param("few words", "autocast", "selective", marks=pytest.mark.wide),
     ],
 )
-def test_the_plan_is_the_peak_of_two_steps(name: str, arithmetic: str, checkpointing: str) -> None:
+def test_the_plan_is_the_peak_of_two_steps(name, arithmetic, checkpointing):
     found = planned(*MODELS[name], arithmetic, checkpointing, chunked=False)
     peak = peak_of_two_steps(*MODELS[name], arithmetic, checkpointing)
     assert 0.99 * peak < found < 1.1 * peak
@@ -100,9 +96,7 @@ def test_the_plan_is_the_peak_of_two_steps(name: str, arithmetic: str, checkpoin
         pytest.param("few words", "autocast", "none", marks=pytest.mark.wide),
     ],
 )
-def test_the_plan_is_the_peak_with_the_loss_in_chunks(
-    name: str, arithmetic: str, checkpointing: str
-) -> None:
+def test_the_plan_is_the_peak_with_the_loss_in_chunks(name, arithmetic, checkpointing):
     found = planned(*MODELS[name], arithmetic, checkpointing, chunked=True)
     peak = peak_of_two_steps(*MODELS[name], arithmetic, checkpointing, head=Head())
     assert 0.99 * peak < found < 1.1 * peak
@@ -110,9 +104,7 @@ def test_the_plan_is_the_peak_with_the_loss_in_chunks(
 
 @pytest.mark.parametrize("trained", [0.5, 0.25])
 @pytest.mark.parametrize("arithmetic", ["fp32", "autocast"])
-def test_with_fewer_trained_tokens_no_more_is_held_than_is_planned(
-    arithmetic: str, trained: float
-) -> None:
+def test_with_fewer_trained_tokens_no_more_is_held_than_is_planned(arithmetic, trained):
     """Any micro-batch may have all of its tokens trained, so the plan counts them all.
 
     Their places, and a chunk's rows that are gathered, are less than a thousandth.
@@ -125,7 +117,7 @@ def test_with_fewer_trained_tokens_no_more_is_held_than_is_planned(
 
 
 @pytest.mark.wide
-def test_the_oracle_agrees_with_torchs_memory_tracker() -> None:
+def test_the_oracle_agrees_with_torchs_memory_tracker():
     described = llama(256, 512, 3, 4, 2, 1000)
     with FakeTensorMode():
         model, optimizer = fake_model(described, "none")
@@ -138,7 +130,7 @@ def test_the_oracle_agrees_with_torchs_memory_tracker() -> None:
     assert ours == pytest.approx(theirs["Total"], abs=2**19)
 
 
-def test_the_oracle_counts_a_storage_once_and_until_it_is_gone() -> None:
+def test_the_oracle_counts_a_storage_once_and_until_it_is_gone():
     with live_storage() as count:
         one = torch.empty(1000)
         view = one.view(10, 100).t()

@@ -35,7 +35,7 @@ def test_every_row_is_compared_and_the_two_misses_stay_as_wide_as_they_are():
     assert errors == pytest.approx([-10.5, -34.3], abs=0.06)
 
 
-def seconds(strategy: str, devices: int, **changed: object) -> float:
+def seconds(strategy, devices, **changed):
     layout = Layout(strategy, "full", 2, int(changed.pop("accumulation", 4)), "every")
     layout = replace(layout, **{key: changed.pop(key) for key in ("fsdp_sync",) if key in changed})
     hardware = gpus(devices, 80, nodes=int(changed.pop("nodes", 1)))

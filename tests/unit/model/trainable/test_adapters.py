@@ -3,7 +3,6 @@
 import copy
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from helpers.bases import small_fields
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -19,7 +18,6 @@ from transformers import (
     MambaConfig,
     MixtralConfig,
     PhiConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -59,22 +57,20 @@ KINDS = ("lora", "dora", "rslora")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
-def asked(kind: str = "lora", **fields: Any) -> AdapterConfig:
+def asked(kind="lora", **fields):
     return AdapterConfig(**{"kind": kind, "r": 4, "alpha": 8, **fields})
 
 
-def config(name: str) -> Any:
+def config(name):
     return copy.deepcopy(CONFIGS[name])  # building a model changes it
 
 
-def bare(name: str = "tied") -> PreTrainedModel:
+def bare(name="tied"):
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(config(name)).train()
 
 
-def adapted(
-    name: str = "tied", kind: str = "lora", tokens: tuple[int, ...] = (), **fields: Any
-) -> PreTrainedModel:
+def adapted(name="tied", kind="lora", tokens=(), **fields):
     """With every trained value moved a little, as training does."""
     model = bare(name)
     trainable.attach(model, asked(kind, **fields), tokens)
@@ -85,14 +81,14 @@ def adapted(
     return model
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model):
     ids = torch.arange(24).reshape(2, 12) * 7 % 61
     model.eval()
     with torch.no_grad():
         return model(ids, use_cache=False).logits
 
 
-def written(model: PreTrainedModel, folder: Path) -> Path:
+def written(model, folder):
     """What a checkpoint holds for peft."""
     tensors = {name: one.detach() for name, one in state.named_tensors(model).items()}
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -115,9 +111,7 @@ def written(model: PreTrainedModel, folder: Path) -> Path:
         ("qwen3_moe", "lora", ()),
     ],
 )
-def test_peft_loads_what_is_saved_as_it_is(
-    tmp_path: Path, name: str, kind: str, tokens: tuple[int, ...]
-) -> None:
+def test_peft_loads_what_is_saved_as_it_is(tmp_path, name, kind, tokens):
     model = adapted(name, kind, tokens)
     expected = get_peft_model_state_dict(model)
     found = state.named_tensors(model)
@@ -127,7 +121,7 @@ def test_peft_loads_what_is_saved_as_it_is(
     assert not torch.allclose(logits(model), logits(bare(name)), atol=1e-3)
 
 
-def test_every_linear_layer_but_the_head_has_an_adapter() -> None:
+def test_every_linear_layer_but_the_head_has_an_adapter():
     for name in ("tied", "untied", "gpt2"):
         model = bare(name)
         head = model.get_output_embeddings()
@@ -139,7 +133,7 @@ def test_every_linear_layer_but_the_head_has_an_adapter() -> None:
         assert trainable.adapted_layers(model) == every
 
 
-def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() -> None:
+def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base():
     for kind in KINDS:
         model, before = bare(), bare()
         trainable.attach(model, asked(kind))
@@ -151,7 +145,7 @@ def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_those_of_weights_changed_by_hand(kind: str) -> None:
+def test_outputs_are_those_of_weights_changed_by_hand(kind):
     model, by_hand = adapted("untied", kind), bare("untied")
     held = state.named_tensors(model)
     for name in trainable.adapted_layers(model):
@@ -165,7 +159,7 @@ def test_outputs_are_those_of_weights_changed_by_hand(kind: str) -> None:
     assert torch.allclose(logits(model), logits(by_hand), atol=1e-5)
 
 
-def test_a_frozen_base_is_held_in_bf16_and_ties_stay() -> None:
+def test_a_frozen_base_is_held_in_bf16_and_ties_stay():
     model = bare("tied")
     exact = {name: one.detach().clone() for name, one in model.named_parameters()}
     trainable.attach(model, asked("dora"), dtype=torch.bfloat16)
@@ -181,7 +175,7 @@ def test_a_frozen_base_is_held_in_bf16_and_ties_stay() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_meta_it_is_the_same_model(kind: str) -> None:
+def test_on_meta_it_is_the_same_model(kind):
     for name, tokens in (("tied", ()), ("untied", (5, 7)), ("tied", (5, 7))):
         empty, whole = on_meta(config(name)), bare(name)
         trainable.attach(empty, asked(kind), tokens, meta=True, dtype=torch.bfloat16)
@@ -194,7 +188,7 @@ def test_on_meta_it_is_the_same_model(kind: str) -> None:
             assert found[key].requires_grad == one.requires_grad
 
 
-def test_patterns_match_names_and_their_ends() -> None:
+def test_patterns_match_names_and_their_ends():
     model = bare()
     assert {name.rpartition(".")[2] for name in trainable.find_targets(model, "*_proj")} == LINEAR
     some = trainable.find_targets(model, ["q_proj", "layers.1.mlp.*", "model.layers.0.*.v_proj"])
@@ -206,7 +200,7 @@ def test_patterns_match_names_and_their_ends() -> None:
     }
 
 
-def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
+def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names():
     with pytest.raises(UserError) as raised:
         trainable.attach(bare(), asked(targets=["q_projj", "o_proj", "fc1"]))
     first, second = raised.value.problems
@@ -216,18 +210,18 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names() -> None:
     assert second.value == "fc1"
 
 
-def test_a_part_of_a_name_is_no_pattern_of_it() -> None:
+def test_a_part_of_a_name_is_no_pattern_of_it():
     with pytest.raises(UserError, match="nearest: "):
         trainable.find_targets(bare(), "proj")
 
 
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
-def test_naming_what_gets_no_adapter_is_refused(named: str) -> None:
+def test_naming_what_gets_no_adapter_is_refused(named):
     with pytest.raises(UserError, match="get no adapter"):
         trainable.find_targets(bare(), named)
 
 
-def test_layers_whose_weights_a_kernel_reads_get_no_adapter() -> None:
+def test_layers_whose_weights_a_kernel_reads_get_no_adapter():
     """The kernels of a state-space mixer take the weights themselves, and would ignore adapters."""
     small = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
     model = AutoModelForCausalLM.from_config(MambaConfig(**small))
@@ -240,9 +234,7 @@ def test_layers_whose_weights_a_kernel_reads_get_no_adapter() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(name, caplog):
     model = bare(name)
     named = dict(model.named_parameters())
     gates = ("mlp.gate.weight", "shared_expert_gate.weight")
@@ -258,7 +250,7 @@ def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(
     assert f"routers and stacked experts, {share:.0f} % of the weights, have none" in caplog.text
 
 
-def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean_experts() -> None:
+def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean_experts():
     model = bare("qwen3_moe")
     named = [name for name, _ in model.named_modules() if name.endswith("up_proj")]
     assert named == ["model.layers.0.mlp.up_proj"]
@@ -267,7 +259,7 @@ def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean
         trainable.find_targets(model, "up_proj")
 
 
-def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head() -> None:
+def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head():
     before, model = bare("tied"), adapted("tied", tokens=(3, 60))
     held = state.named_tensors(model)
     (name,) = (one for one in held if "token" in one)
@@ -285,14 +277,14 @@ def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head() -> None:
     assert torch.allclose(scores[[3, 60]], (hidden @ rows.T)[0])
 
 
-def test_an_untied_head_trains_its_own_rows() -> None:
+def test_an_untied_head_trains_its_own_rows():
     names = [
         name for name in state.named_tensors(adapted("untied", tokens=(3,))) if "token" in name
     ]
     assert [name.split(".")[-3] for name in names] == ["embed_tokens", "lm_head"]
 
 
-def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it() -> None:
+def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
     assert model.lm_head.bias is not None
     trainable.attach(model, asked(), (3,))
@@ -300,7 +292,7 @@ def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it() -> None:
     assert "embed_tokens" in name
 
 
-def test_a_loss_module_shows_accelerate_no_wrapped_embedding() -> None:
+def test_a_loss_module_shows_accelerate_no_wrapped_embedding():
     module = LossModule(adapted("tied", tokens=(3,)))
     assert module.get_input_embeddings() is None
     assert module.get_output_embeddings() is None
@@ -308,7 +300,7 @@ def test_a_loss_module_shows_accelerate_no_wrapped_embedding() -> None:
     assert plain.get_input_embeddings() is plain.model.model.embed_tokens
 
 
-def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
+def test_the_files_name_the_base_and_layers_by_their_ends():
     files = trainable.adapter_files(adapted("untied", "dora", dropout=0.25), BASE)
     settings = json.loads(files["adapter_config.json"])
     assert settings["base_model_name_or_path"] == "a/b"
@@ -322,7 +314,7 @@ def test_the_files_name_the_base_and_layers_by_their_ends() -> None:
     assert trainable.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
 
-def test_an_adapter_of_another_base_is_refused() -> None:
+def test_an_adapter_of_another_base_is_refused():
     saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
     trainable.refuse_other_base(saved, BASE, "step-00000004")
     for alone in ({"path": "c/d"}, {"revision": "9e0d0123456789ab"}):
@@ -338,7 +330,7 @@ def test_an_adapter_of_another_base_is_refused() -> None:
     )
 
 
-def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not() -> None:
+def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not():
     was = Base("/old", None, "aa")
     saved = json.dumps({"base": asdict(was)}).encode()
     trainable.refuse_other_base(saved, replace(was, path="/new"), "step-00000004")
@@ -347,7 +339,7 @@ def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not() 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_census_counts_adapters_and_what_is_trained(kind: str) -> None:
+def test_the_census_counts_adapters_and_what_is_trained(kind):
     model = bare("tied")
     shapes = [
         tuple(model.get_submodule(n).weight.shape) for n in trainable.find_targets(model, "auto")
@@ -370,7 +362,7 @@ def test_the_census_counts_adapters_and_what_is_trained(kind: str) -> None:
     assert (rows.embedding, rows.head, rows.token_rows) == (plain.embedding, plain.head, 2)
 
 
-def test_no_adapter_leaves_a_model_as_it_is() -> None:
+def test_no_adapter_leaves_a_model_as_it_is():
     model = bare()
     trainable.attach(model, AdapterConfig())
     assert not state.has_adapters(model)
@@ -380,7 +372,7 @@ def test_no_adapter_leaves_a_model_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_generation_is_the_same_with_activation_checkpointing(checkpointing: str) -> None:
+def test_generation_is_the_same_with_activation_checkpointing(checkpointing):
     texts = []
     for how in ("none", checkpointing):
         model = adapted("untied")
@@ -395,7 +387,7 @@ def test_generation_is_the_same_with_activation_checkpointing(checkpointing: str
     assert texts[0] == texts[1]
 
 
-def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_path):
     from llmtrain.config.schema import ModelConfig
 
     bare("tied").save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ from llmtrain.errors import UserError
 from llmtrain.model.trainable import freeze
 
 
-def tiny(*, tied: bool = False) -> torch.nn.Module:
+def tiny(*, tied=False):
     config = LlamaConfig(
         hidden_size=16,
         num_hidden_layers=2,
@@ -18,11 +18,11 @@ def tiny(*, tied: bool = False) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def frozen(model: torch.nn.Module) -> set[str]:
+def frozen(model):
     return {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def test_what_matches_any_pattern_is_frozen_and_nothing_else() -> None:
+def test_what_matches_any_pattern_is_frozen_and_nothing_else():
     model = tiny()
     freeze(model, ("model.embed_tokens.weight", "model.layers.0.mlp.*"))
     assert frozen(model) == {
@@ -33,7 +33,7 @@ def test_what_matches_any_pattern_is_frozen_and_nothing_else() -> None:
     }
 
 
-def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
+def test_a_tied_parameter_is_frozen_by_any_of_its_names():
     for name in ("lm_head.*", "model.embed_tokens.*"):
         model = tiny(tied=True)
         freeze(model, (name,))
@@ -41,7 +41,7 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
         assert not model.lm_head.weight.requires_grad
 
 
-def test_frozen_weights_get_no_gradient_and_the_others_do() -> None:
+def test_frozen_weights_get_no_gradient_and_the_others_do():
     model = tiny()
     freeze(model, ("model.layers.0.*",))
     model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
@@ -49,7 +49,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_do() -> None:
     assert without == frozen(model) != set()
 
 
-def test_every_pattern_that_matches_nothing_is_named_with_near_names() -> None:
+def test_every_pattern_that_matches_nothing_is_named_with_near_names():
     with pytest.raises(UserError) as raised:
         freeze(tiny(), ("model.embed_token.weight", "lm_head.*", "*layers.7.mlp*"))
     message = str(raised.value)
@@ -60,17 +60,17 @@ def test_every_pattern_that_matches_nothing_is_named_with_near_names() -> None:
     assert "model.freeze = lm_head.*" not in message
 
 
-def test_a_pattern_that_only_lacks_its_stars_is_shown_what_it_is_part_of() -> None:
+def test_a_pattern_that_only_lacks_its_stars_is_shown_what_it_is_part_of():
     with pytest.raises(UserError, match=r"like model\.layers\.1\.self_attn\.q_proj\.weight"):
         freeze(tiny(), ("layers.1.self_attn",))
 
 
-def test_something_must_be_left_to_train() -> None:
+def test_something_must_be_left_to_train():
     with pytest.raises(UserError, match=r"model\.freeze = \*"):
         freeze(tiny(), ("*",))
 
 
-def test_no_pattern_freezes_nothing() -> None:
+def test_no_pattern_freezes_nothing():
     model = tiny()
     freeze(model, ())
     assert not frozen(model)

@@ -3,10 +3,8 @@
 import importlib.util
 from typing import Any
 
-import pytest
 import torch
 from helpers.rings import needs
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.config.schema import AdapterConfig
@@ -14,7 +12,7 @@ from llmtrain.distributed.engines import state
 from llmtrain.model import trainable
 
 
-def llama() -> LlamaForCausalLM:
+def llama():
     torch.manual_seed(4)
     shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 128}
     return LlamaForCausalLM(
@@ -22,12 +20,12 @@ def llama() -> LlamaForCausalLM:
     )
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model):
     return model(torch.arange(12)[None] * 5 % 61, use_cache=False).logits
 
 
 @needs("bitsandbytes")
-def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for() -> None:
+def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for():
     import bitsandbytes as bnb
 
     model, dense = llama(), llama()
@@ -52,13 +50,13 @@ def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for(
     assert all(one.grad is None for one in model.parameters() if not one.requires_grad)
 
 
-def test_the_layers_in_four_bits_are_linear_and_not_the_head() -> None:
+def test_the_layers_in_four_bits_are_linear_and_not_the_head():
     assert {name.rpartition(".")[2] for name in trainable.linear_layers(llama())} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
 
 
-def test_what_is_missing_for_four_bits_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_for_four_bits_has_a_remedy(monkeypatch):
     (problem,) = trainable.missing_for_four_bits(cpu=True)
     assert (problem.key, problem.value, problem.remedy) == (
         "adapter.kind", "qlora", "adapter.kind=lora",

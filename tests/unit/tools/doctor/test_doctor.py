@@ -6,7 +6,6 @@ from helpers.config import SMALLEST, written
 
 from llmtrain.errors import UserError
 from llmtrain.tools.doctor import doctor as module
-from llmtrain.tools.doctor.context import Verdict
 from llmtrain.tools.doctor.doctor import NAMES, doctor
 
 ROOT = Path(__file__).parents[4]
@@ -15,11 +14,11 @@ SLOW = ("all-reduce", "devices", "compiler")
 NODES = "distributed_type: MULTI_GPU\nnum_machines: 2\nmain_process_port: 29500\n"
 
 
-def looked(*arguments, skip=SLOW, **options) -> dict[str, Verdict]:
+def looked(*arguments, skip=SLOW, **options):
     return dict(doctor(*arguments, skip=skip, **options))
 
 
-def launch_file(folder: Path, text: str) -> Path:
+def launch_file(folder, text):
     path = folder / "accelerate.yaml"
     path.write_text(text, encoding="utf-8")
     return path

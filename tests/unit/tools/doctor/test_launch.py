@@ -18,7 +18,7 @@ def busy():
         yield server.getsockname()[1]
 
 
-def free() -> int:
+def free():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         return server.getsockname()[1]
 
@@ -130,7 +130,7 @@ ELSEWHERE = {
 }
 
 
-def answering(monkeypatch, error: OSError | None) -> None:
+def answering(monkeypatch, error):
     """Another machine behaves like this when its port is knocked at."""
     real = socket.create_connection
 

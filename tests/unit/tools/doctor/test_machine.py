@@ -20,7 +20,7 @@ def limit(request):
     """Lowers a limit of this process for one test."""
     before = {}
 
-    def lower(which: int, soft: int) -> None:
+    def lower(which, soft):
         before[which] = resource.getrlimit(which)
         resource.setrlimit(which, (soft, before[which][1]))
 
@@ -30,7 +30,7 @@ def limit(request):
 
 
 @pytest.fixture
-def bare_path(tmp_path, monkeypatch) -> Path:
+def bare_path(tmp_path, monkeypatch):
     """A PATH that leads to one empty directory."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -65,10 +65,10 @@ def test_a_launch_file_for_gpus_on_a_machine_without_them_is_a_warning():
     assert machine.devices(case(launch={**file, "use_cpu": True}, env=env)).state == "ok"
 
 
-def pretended(monkeypatch, *gpus: machine.Gpu) -> None:
+def pretended(monkeypatch, *gpus):
     """A machine with these; one whose speeds are an error cannot compute."""
 
-    def look(index: int) -> machine.Gpu:
+    def look(index):
         if gpus[index].speeds == "broken":
             raise RuntimeError("no kernel image is available")
         return gpus[index]
@@ -78,7 +78,7 @@ def pretended(monkeypatch, *gpus: machine.Gpu) -> None:
     monkeypatch.setattr(machine, "_gpu", look)
 
 
-def gpu(index: int, **changes: object) -> machine.Gpu:
+def gpu(index, **changes):
     values = {"name": "H100", "total": 80 << 30, "free": 79 << 30, "bf16": True, "speeds": "fast"}
     return machine.Gpu(index, **(values | changes))
 
@@ -184,7 +184,7 @@ def installed(monkeypatch):
     """Library → its version: the lowest that was tested, whatever is installed here."""
     versions = {name: f"{releases[0]}.0" for name, releases in machine.TESTED.items()}
 
-    def version(name: str) -> str:
+    def version(name):
         if name not in versions:
             raise metadata.PackageNotFoundError(name)
         return versions[name]

@@ -15,7 +15,7 @@ from llmtrain.tools.doctor import doctor
 def on(tmp_path, monkeypatch):
     """The run directory lies on a file system of this kind, as far as the system says."""
 
-    def lie(kind: str) -> None:
+    def lie(kind):
         monkeypatch.setattr(files, "filesystem_kind", lambda where: kind)
 
     return lie
@@ -63,7 +63,7 @@ def test_a_directory_that_cannot_be_written_is_an_error():
     assert looked.found.startswith("/proc cannot be written")
 
 
-def case_at(run_dir: str):
+def case_at(run_dir):
     from llmtrain.config.schema import Config
 
     made = Config.model_validate(

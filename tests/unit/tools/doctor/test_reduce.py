@@ -2,7 +2,6 @@ import os
 import re
 import stat
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.cases import case
@@ -12,7 +11,7 @@ from llmtrain.tools.doctor import machine
 QUIET = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def python_that(tmp_path: Path, body: str) -> str:
+def python_that(tmp_path, body):
     """A stand-in for the interpreter of the ranks."""
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{body}\n")

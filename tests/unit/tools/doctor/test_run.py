@@ -166,7 +166,7 @@ def test_what_cannot_be_counted_is_a_warning_with_the_reason(tmp_path, monkeypat
     assert looked.remedy
 
 
-def from_hub(*overrides: str) -> list[str]:
+def from_hub(*overrides):
     return [f"data.sources=[{{path: {ID}}}]", *overrides]
 
 
@@ -381,7 +381,7 @@ def test_a_local_model_directory_is_described(tmp_path):
     assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 2048
 
 
-def talks(folder: Path, *overrides: str):
+def talks(folder, *overrides):
     """A config whose one source has conversations."""
     path = write_jsonl(folder / "chat.jsonl", chats.rows_of(30))
     return case(folder, f"data.sources=[{{path: {path}}}]", *overrides, text=SMALL)

@@ -24,30 +24,26 @@ from llmtrain.tools.launch.supervise import checked_run_dir, config_in, shown
         ("train --config_file a.yaml", None),
     ],
 )
-def test_the_config_of_the_run_is_found_in_the_command(
-    command: str, config: tuple[str, list[str]] | None
-) -> None:
+def test_the_config_of_the_run_is_found_in_the_command(command, config):
     assert config_in(command.split()) == config
 
 
-def train(path: Path, *overrides: str) -> list[str]:
+def train(path, *overrides):
     return ["llmtrain", "train", str(path), *overrides]
 
 
-def test_the_run_directory_is_that_of_the_config_and_its_overrides(tmp_path: Path) -> None:
+def test_the_run_directory_is_that_of_the_config_and_its_overrides(tmp_path):
     command = train(written(tmp_path), f"run.dir={tmp_path}/r")
     assert checked_run_dir(command, None) == tmp_path / "r"
 
 
-def test_a_config_that_names_the_same_directory_in_other_words_agrees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_names_the_same_directory_in_other_words_agrees(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = train(written(tmp_path), "run.dir=runs/../r")
     assert checked_run_dir(command, tmp_path / "r") == Path("runs/../r")
 
 
-def test_a_run_directory_that_the_config_does_not_name_is_bad_input(tmp_path: Path) -> None:
+def test_a_run_directory_that_the_config_does_not_name_is_bad_input(tmp_path):
     command = train(written(tmp_path), "run.dir=runs/other")
     with pytest.raises(UserError, match="--run = runs/typo") as caught:
         checked_run_dir(command, Path("runs/typo"))
@@ -55,9 +51,7 @@ def test_a_run_directory_that_the_config_does_not_name_is_bad_input(tmp_path: Pa
 
 
 @pytest.mark.parametrize("run_dir", [None, Path("r")])
-def test_a_wrong_config_is_bad_input_whether_the_directory_is_named_or_not(
-    tmp_path: Path, run_dir: Path | None
-) -> None:
+def test_a_wrong_config_is_bad_input_whether_the_directory_is_named_or_not(tmp_path, run_dir):
     with pytest.raises(UserError, match=r"model\.foo "):
         checked_run_dir(train(written(tmp_path), "run.dir=r", "model.foo=1"), run_dir)
     wrong = written(tmp_path, SMALLEST.replace("steps", "step"))
@@ -65,16 +59,14 @@ def test_a_wrong_config_is_bad_input_whether_the_directory_is_named_or_not(
         checked_run_dir(train(wrong, "run.dir=r"), run_dir)
 
 
-def test_a_command_without_a_config_needs_the_run_directory(tmp_path: Path) -> None:
+def test_a_command_without_a_config_needs_the_run_directory(tmp_path):
     with pytest.raises(UserError, match="--run DIR"):
         checked_run_dir(["sh", "run.sh"], None)
     assert checked_run_dir(["sh", "run.sh"], tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize("text", ["machines: 2\nmodel: p5\n", None])
-def test_beside_a_named_directory_the_yaml_of_another_program_is_left_alone(
-    tmp_path: Path, text: str | None
-) -> None:
+def test_beside_a_named_directory_the_yaml_of_another_program_is_left_alone(tmp_path, text):
     other = tmp_path / "cluster.yaml"
     if text is not None:
         other.write_text(text)
@@ -101,22 +93,18 @@ SECRET = "correct-horse-battery"
         (["llmtrain", "train", f"model.config.hub_token={SECRET}", "run.seed=2"], "run.seed=2"),
     ],
 )
-def test_a_command_is_shown_without_what_is_given_to_the_name_of_a_secret(
-    command: list[str], kept: str
-) -> None:
+def test_a_command_is_shown_without_what_is_given_to_the_name_of_a_secret(command, kept):
     found = shown(command)
     assert SECRET not in found
     assert "***" in found
     assert kept in found
 
 
-def test_a_command_is_shown_without_secrets_of_the_environment_and_what_looks_like_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_is_shown_without_secrets_of_the_environment_and_what_looks_like_one(monkeypatch):
     monkeypatch.setenv("MY_PASSWORD", "it's " + SECRET)
     assert shown(["train.py", "it's " + SECRET, "hf_" + "aB" * 17]) == "train.py '***' '***'"
 
 
-def test_what_is_no_secret_is_shown_as_it_is() -> None:
+def test_what_is_no_secret_is_shown_as_it_is():
     command = ["env", "A=1", "train", "my.yaml", "model.eos_token=x", "--name", "a b"]
     assert shown(command) == "env A=1 train my.yaml model.eos_token=x --name 'a b'"

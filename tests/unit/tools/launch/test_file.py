@@ -6,7 +6,7 @@ from helpers.config import loaded
 from llmtrain.distributed.launch.environment import launch_problems
 from llmtrain.distributed.launch.named import named_strategy
 from llmtrain.errors import UserError
-from llmtrain.tools.launch.file import LaunchFile, read_launch_file
+from llmtrain.tools.launch.file import read_launch_file
 
 FILES = Path(__file__).parents[4] / "accelerate_configs"
 ONE = "distributed_type: 'NO'\nnum_processes: 1\n"
@@ -23,13 +23,13 @@ HSDP = """parallelism_config:
 ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n"
 
 
-def read(folder: Path, text: str, processes: int | None = None) -> LaunchFile:
+def read(folder, text, processes=None):
     path = folder / "accelerate.yaml"
     path.write_text(text, encoding="utf-8")
     return read_launch_file(path, processes)
 
 
-def refused(folder: Path, text: str, processes: int | None = None) -> set[str]:
+def refused(folder, text, processes=None):
     with pytest.raises(UserError) as caught:
         read(folder, text, processes)
     return {problem.key for problem in caught.value.problems}

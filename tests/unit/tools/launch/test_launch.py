@@ -26,7 +26,7 @@ from llmtrain.tools.launch.launch import (
 )
 
 
-def run(folder: Path, script: str) -> Ended:
+def run(folder, script):
     """Run a shell script as the launcher; the files `mark` and `status` are in its environment."""
     (folder / "run").mkdir(exist_ok=True)
     env = {
@@ -94,7 +94,7 @@ def test_signals_reach_the_launcher(tmp_path, sent, received, request):
     whose = signal.signal(number, signal.default_int_handler)  # under nohup HUP is ignored
     request.addfinalizer(lambda: signal.signal(number, whose))
 
-    def send() -> None:
+    def send():
         ready.read_text()  # until the script stands ready
         signal.pthread_kill(threading.main_thread().ident, number)
 
@@ -135,7 +135,7 @@ def test_a_stop_before_there_was_a_rank_is_no_failure(tmp_path):
     ready = tmp_path / "ready"
     os.mkfifo(ready)
 
-    def send() -> None:
+    def send():
         ready.read_text()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
@@ -301,10 +301,10 @@ def test_another_machine_gives_the_address_that_leads_there(monkeypatch):
     class Routed(socket.socket):
         """A machine whose way to 10.1.0.1 begins at 10.1.0.2."""
 
-        def connect(self, address: object) -> None:
+        def connect(self, address):
             asked.append(address)
 
-        def getsockname(self) -> tuple[str, int]:
+        def getsockname(self):
             return "10.1.0.2", 40_000
 
     monkeypatch.setattr(socket, "socket", Routed)
@@ -325,7 +325,7 @@ def test_static_machines_have_been_told_who_they_are():
 
 
 def test_an_address_that_leads_nowhere_is_refused_by_its_key(monkeypatch):
-    def unknown(*_: object, **__: object) -> None:
+    def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)

@@ -88,7 +88,7 @@ sys.exit(1)
 """
 
 
-def shown(code: int, **env: str) -> list[str]:
+def shown(code, **env):
     """What a launcher and its rank print; the pipe ends when the last of them has closed it."""
     words = [sys.executable, "-c", LAUNCHER, RANK, str(code)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", **env}
@@ -111,5 +111,5 @@ def test_a_refusal_is_repeated_below_what_the_launcher_prints():
         (2, {"TORCHELASTIC_RUN_ID": "none"} | {"TORCHELASTIC_RESTART_COUNT": "1"}),
     ],
 )
-def test_nothing_else_is(code: int, env: dict[str, str]):
+def test_nothing_else_is(code, env):
     assert shown(code, **env) == ["error: 1 problem", "ChildFailedError"]

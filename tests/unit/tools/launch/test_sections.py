@@ -14,7 +14,7 @@ OFTEN = {"distributed_type": "FSDP", "num_processes": 4}
 DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 4}
 
 
-def theirs(path: Path, monkeypatch) -> dict[str, str]:
+def theirs(path, monkeypatch):
     """The environment that accelerate 1.15 makes of a file."""
     parser = accelerates.launch_command_parser()
     args, defaults, _ = accelerates._validate_launch_command(
@@ -27,7 +27,7 @@ def theirs(path: Path, monkeypatch) -> dict[str, str]:
     return prepare_multi_gpu_env(args)
 
 
-def values(path: Path) -> dict[str, object]:
+def values(path):
     return parse(path.read_text(encoding="utf-8")).value
 
 

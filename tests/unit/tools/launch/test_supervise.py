@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from helpers.config import SMALLEST, written
@@ -19,7 +18,6 @@ from llmtrain.rundir.failures import Mark
 from llmtrain.rundir.lock import RunLock, is_held
 from llmtrain.tools.launch.child import Ended, judge
 from llmtrain.tools.launch.supervise import (
-    Decision,
     Supervised,
     Tries,
     Waits,
@@ -33,13 +31,13 @@ NOW = Waits(first=0.0, leave=60.0)
 LOST = Ended(0, "", lost_launcher=True)
 
 
-def decided(code: int, tries: Tries = NOTHING, **more: bool) -> Decision:
+def decided(code, tries=NOTHING, **more):
     return decide(Ended(code, ""), tries, WAITS, **{"progress": False, "stopped": False, **more})
 
 
 @pytest.mark.parametrize("code", [0, 2, 74])
 @pytest.mark.parametrize("progress", [False, True])
-def test_the_end_a_wrong_config_and_a_full_disk_are_final(code: int, progress: bool) -> None:
+def test_the_end_a_wrong_config_and_a_full_disk_are_final(code, progress):
     found = decided(code, progress=progress)
     assert (found.restart, found.code) == (False, code)
 
@@ -63,9 +61,7 @@ def test_the_end_a_wrong_config_and_a_full_disk_are_final(code: int, progress: b
         (139, Tries(), False, 5, Tries(1, 1, 1)),
     ],
 )
-def test_what_a_restart_may_cure_is_started_again_so_often(
-    code: int, before: Tries, progress: bool, seconds: float | None, after: Tries | None
-) -> None:
+def test_what_a_restart_may_cure_is_started_again_so_often(code, before, progress, seconds, after):
     found = decided(code, before, progress=progress)
     assert found.code == code
     assert found.restart == (seconds is not None)
@@ -73,12 +69,12 @@ def test_what_a_restart_may_cure_is_started_again_so_often(
         assert (found.seconds, found.tries) == (seconds, after)
 
 
-def test_no_wait_is_longer_than_the_longest() -> None:
+def test_no_wait_is_longer_than_the_longest():
     found = decide(Ended(75, ""), Tries(1, 2), Waits(200, 300), progress=False, stopped=False)
     assert found.seconds == 300
 
 
-def test_a_run_that_stopped_for_its_launcher_goes_on() -> None:
+def test_a_run_that_stopped_for_its_launcher_goes_on():
     found = decide(LOST, Tries(), WAITS, progress=True, stopped=False)
     assert found.restart
     ended = decide(LOST, Tries(2, 2), WAITS, progress=False, stopped=False)
@@ -86,13 +82,13 @@ def test_a_run_that_stopped_for_its_launcher_goes_on() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 74, 75])
-def test_nothing_is_started_after_a_person_asked_for_the_end(code: int) -> None:
+def test_nothing_is_started_after_a_person_asked_for_the_end(code):
     found = decided(code, stopped=True)
     assert (found.restart, found.code) == (False, code)
     assert not decide(LOST, Tries(), WAITS, progress=True, stopped=True).restart
 
 
-def mark(code: int, *, lost_peer: bool = False) -> Mark:
+def mark(code, *, lost_peer=False):
     return Mark(1, code, "a row\n is bad", lost_peer, "host", "1:1", 0)
 
 
@@ -122,13 +118,11 @@ def mark(code: int, *, lost_peer: bool = False) -> Mark:
         ({}, [mark(75)], 2, False, 1),
     ],
 )
-def test_the_record_of_the_run_decides_and_not_the_launcher(
-    status: dict, marks: list[Mark], launcher: int, changed: bool, code: int
-) -> None:
+def test_the_record_of_the_run_decides_and_not_the_launcher(status, marks, launcher, changed, code):
     assert judge(status, marks, launcher, changed=changed).exit_code == code
 
 
-def test_a_lost_launcher_is_told_from_a_stop_that_was_asked_for() -> None:
+def test_a_lost_launcher_is_told_from_a_stop_that_was_asked_for():
     stopped = {"state": "stopped", "exit_code": 0, "step": 7}
     assert judge(stopped | {"reason": "launcher_lost"}, [], -9, changed=True).lost_launcher
     assert not judge(stopped | {"reason": "signal"}, [], 1, changed=True).lost_launcher
@@ -144,12 +138,12 @@ STATUS = """echo '{"state": "%s", "exit_code": %s, "reason": "%s", "step": 3}' >
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
 
-def run(run_dir: Path, *lines: str, waits: Waits = NOW) -> tuple[Supervised, list[str]]:
+def run(run_dir, *lines, waits=NOW):
     """Supervise a command whose n-th start is the n-th line of shell."""
     (run_dir / "script").write_text("\n".join(lines) + "\n")
     said: list[str] = []
@@ -158,15 +152,15 @@ def run(run_dir: Path, *lines: str, waits: Waits = NOW) -> tuple[Supervised, lis
     return ended, said
 
 
-def ends(state: str, code: int | str, reason: str = "") -> str:
+def ends(state, code, reason=""):
     return STATUS % (state, code, reason)
 
 
-def commits(step: int) -> str:
+def commits(step):
     return f"mkdir -p checkpoints/step-{step:08d}"
 
 
-def test_a_run_that_dies_between_checkpoints_is_finished(run_dir: Path) -> None:
+def test_a_run_that_dies_between_checkpoints_is_finished(run_dir):
     dies = ends("failed", 75)
     lines = [f"{commits(step)}; {dies}; exit 1" for step in range(1, 8)]
     ended, said = run(run_dir, *lines, ends("finished", 0))
@@ -195,14 +189,12 @@ def test_a_run_that_dies_between_checkpoints_is_finished(run_dir: Path) -> None:
         (ends("stopped", 0, "stop_file"), 0, 1),
     ],
 )
-def test_without_progress_it_ends_with_the_code_of_the_last_start(
-    run_dir: Path, line: str, code: int, starts: int
-) -> None:
+def test_without_progress_it_ends_with_the_code_of_the_last_start(run_dir, line, code, starts):
     ended, _ = run(run_dir, *[line] * 5)
     assert (ended.exit_code, ended.starts) == (code, starts)
 
 
-def test_a_refused_start_of_a_run_that_had_finished_ends_with_2(run_dir: Path) -> None:
+def test_a_refused_start_of_a_run_that_had_finished_ends_with_2(run_dir):
     (run_dir / "status.json").write_text('{"state": "finished", "exit_code": 0, "step": 3}')
     (run_dir / "logs").mkdir()
     mark = Mark(0, 2, "a key is wrong", False, "host", "1:1", 0)
@@ -213,25 +205,25 @@ def test_a_refused_start_of_a_run_that_had_finished_ends_with_2(run_dir: Path) -
     assert "a key is wrong" in said[1]
 
 
-def test_the_command_can_see_that_it_was_started_before(run_dir: Path) -> None:
+def test_the_command_can_see_that_it_was_started_before(run_dir):
     line = f'echo "$LLMTRAIN_RESTARTS" >> seen; {ends("failed", 75)}'
     run(run_dir, line, line, ends("finished", 0))
     assert (run_dir / "seen").read_text() == "0\n1\n"
 
 
-def test_a_checkpoint_that_was_there_before_is_no_progress(run_dir: Path) -> None:
+def test_a_checkpoint_that_was_there_before_is_no_progress(run_dir):
     (run_dir / "checkpoints" / "step-00000008").mkdir(parents=True)
     again = f"rmdir checkpoints/*; {commits(8)}; {ends('failed', 75)}"
     assert run(run_dir, *[again] * 5)[0].starts == 3
 
 
-def test_a_directory_that_is_in_use_starts_nothing(run_dir: Path) -> None:
+def test_a_directory_that_is_in_use_starts_nothing(run_dir):
     with RunLock(run_dir, "other"), pytest.raises(UserError, match=f"pid {os.getpid()}"):
         supervise(["/bin/sh", "-c", f"touch {run_dir}/started"], run_dir, print)
     assert not (run_dir / "started").exists()
 
 
-def test_the_lock_is_left_as_it_is_for_the_run_to_judge(run_dir: Path) -> None:
+def test_the_lock_is_left_as_it_is_for_the_run_to_judge(run_dir):
     said = {"host": "h", "boot_id": "b", "pid": 1, "started": "1", "run_id": "r", "beat": 1}
     body = json.dumps(said | {"host": socket.gethostname()})
     (run_dir / "lock").write_text(body)
@@ -240,9 +232,7 @@ def test_the_lock_is_left_as_it_is_for_the_run_to_judge(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [None, "r", "typo"])
-def test_a_wrong_config_or_another_run_directory_starts_nothing(
-    tmp_path: Path, named: str | None
-) -> None:
+def test_a_wrong_config_or_another_run_directory_starts_nothing(tmp_path, named):
     wrong = SMALLEST if named == "typo" else SMALLEST.replace("steps", "step")
     path, run_dir = str(written(tmp_path, wrong)), tmp_path / named if named else None
     line = ["/bin/sh", "-c", f"touch {tmp_path}/started", path, f"run.dir={tmp_path}/r"]
@@ -251,14 +241,14 @@ def test_a_wrong_config_or_another_run_directory_starts_nothing(
     assert {one.name for one in tmp_path.iterdir()} == {"my.yaml"}
 
 
-def test_the_run_directory_is_that_of_the_config_and_its_overrides(tmp_path: Path) -> None:
+def test_the_run_directory_is_that_of_the_config_and_its_overrides(tmp_path):
     path = str(written(tmp_path))
     line = f"cd {tmp_path}/r && {ends('finished', 0)}"
     ended = supervise(["/bin/sh", "-c", line, path, f"run.dir={tmp_path}/r"], None, print, NOW)
     assert ended == Supervised(0, 1, "finished at step 3")
 
 
-def test_no_secret_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_said(run_dir, monkeypatch):
     secret = "correct-horse-battery"
     said: list[str] = []
     command = ["env", f"HF_TOKEN={secret}", "sh", "-c", f"cd {run_dir}; {ends('finished', 0)}"]
@@ -273,7 +263,7 @@ def test_no_secret_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "failed at step 3 (***) with code 74" in said[-1]
 
 
-def test_a_program_that_is_not_there_is_bad_input(run_dir: Path) -> None:
+def test_a_program_that_is_not_there_is_bad_input(run_dir):
     with pytest.raises(UserError, match="No such file"):
         supervise([str(run_dir / "nothing")], run_dir, print)
 
@@ -294,14 +284,14 @@ with RunLock(run, "r"):
 """
 
 
-def outliving(run_dir: Path, how: int, rank: str = "RANK=0") -> str:
+def outliving(run_dir, how, rank="RANK=0"):
     (run_dir / "rank.py").write_text(OUTLIVES)
     rank = f"PYTHONPATH={ROOT} {rank} setsid {sys.executable} rank.py {run_dir} {how} &"
     return f"{rank} while [ ! -e holding ]; do sleep 0.02; done; touch launcher-gone; kill -9 $$"
 
 
 @pytest.mark.launches
-def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir: Path) -> None:
+def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir):
     ended, said = run(run_dir, outliving(run_dir, 0), ends("finished", 0))
     assert (ended.exit_code, ended.starts) == (0, 2)
     assert "stopped at step 4 (launcher_lost)" in said[1]
@@ -309,7 +299,7 @@ def test_it_waits_for_ranks_that_outlive_their_launcher(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("rank", ["RANK=0", ""])
 @pytest.mark.launches
-def test_ranks_that_never_end_are_killed(run_dir: Path, rank: str) -> None:
+def test_ranks_that_never_end_are_killed(run_dir, rank):
     waits = Waits(first=0.0, leave=0.5)
     ended, said = run(run_dir, outliving(run_dir, 1, rank), ends("finished", 0), waits=waits)
     assert (ended.exit_code, ended.starts) == (0, 2)
@@ -328,11 +318,11 @@ sys.exit(ended.exit_code)
 
 
 @pytest.fixture
-def supervising(run_dir: Path):
+def supervising(run_dir):
     """Supervise a line of shell in a process of its own, which can be sent signals."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(line: str) -> subprocess.Popen[str]:
+    def start(line):
         command = [sys.executable, "-c", SUPERVISE, str(run_dir), "/bin/sh", "-c", line]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=run_dir, env=env)
@@ -352,8 +342,8 @@ def supervising(run_dir: Path):
 )
 @pytest.mark.launches
 def test_a_signal_reaches_the_command_and_nothing_is_started_again(
-    run_dir: Path, supervising, sent: int, heard: str
-) -> None:
+    run_dir, supervising, sent, heard
+):
     stops = f"stops() {{ {ends('failed', 75, 'heard')}; exit; }}; trap stops {heard}"
     process = supervising(f"{stops}; touch ready; while :; do sleep 0.05; done")
     until((run_dir / "ready").exists, "the command runs")
@@ -380,9 +370,7 @@ with RunLock(run, "r"):
 
 
 @pytest.mark.launches
-def test_a_run_behind_a_shell_hears_the_signal_and_is_waited_for(
-    run_dir: Path, supervising
-) -> None:
+def test_a_run_behind_a_shell_hears_the_signal_and_is_waited_for(run_dir, supervising):
     (run_dir / "train.py").write_text(HEARS)
     process = supervising(f"unset RANK; {sys.executable} train.py {run_dir}; true")
     until((run_dir / "ready").exists, "the run holds its lock")
@@ -394,7 +382,7 @@ def test_a_run_behind_a_shell_hears_the_signal_and_is_waited_for(
 
 
 @pytest.mark.launches
-def test_a_run_that_was_interrupted_twice_is_not_started_again(run_dir: Path, supervising) -> None:
+def test_a_run_that_was_interrupted_twice_is_not_started_again(run_dir, supervising):
     started = ends("running", "null")
     again = "trap 'touch twice; exit 75' INT; touch once"
     process = supervising(
@@ -411,7 +399,7 @@ def test_a_run_that_was_interrupted_twice_is_not_started_again(run_dir: Path, su
 
 
 @pytest.mark.launches
-def test_a_signal_ends_the_wait_for_a_restart(run_dir: Path, supervising) -> None:
+def test_a_signal_ends_the_wait_for_a_restart(run_dir, supervising):
     process = supervising(ends("failed", 75))
     assert process.stdout is not None
     said = [process.stdout.readline() for _ in range(2)]
@@ -421,7 +409,7 @@ def test_a_signal_ends_the_wait_for_a_restart(run_dir: Path, supervising) -> Non
 
 
 @pytest.mark.launches
-def test_a_supervisor_that_is_killed_tells_the_command_to_stop(run_dir: Path, supervising) -> None:
+def test_a_supervisor_that_is_killed_tells_the_command_to_stop(run_dir, supervising):
     process = supervising("trap 'touch told; exit' TERM; touch ready; while :; do sleep 0.05; done")
     until((run_dir / "ready").exists, "the command runs")
     process.kill()
@@ -429,7 +417,7 @@ def test_a_supervisor_that_is_killed_tells_the_command_to_stop(run_dir: Path, su
 
 
 @pytest.mark.launches
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_importing_it_imports_nothing_heavy():
     program = (
         "import sys, llmtrain.tools.launch.supervise\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'psutil'} & set(sys.modules)\n"

@@ -1,8 +1,5 @@
 """What moves in a step: consumed blocks, a stream that breaks, and the way back."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from llmtrain.training.run.feed import Feed
@@ -11,7 +8,7 @@ from llmtrain.types import Batch, Cursor
 ROWS, SEQ_LEN = 2, 4
 
 
-def batch(step: int) -> Batch:
+def batch(step):
     """The blocks of a step: its cursor says which, and one document was dropped."""
     ids = np.full((ROWS, SEQ_LEN + 1), step, np.int32)
     labels = ids[:, 1:].astype(np.int64)
@@ -19,18 +16,18 @@ def batch(step: int) -> Batch:
     return Batch(ids, labels, labels.size, None, cursors, step, 0, {}, {"a": {"dropped": 1}}, 0.0)
 
 
-def blocks(broken_at: int) -> Iterator[Batch]:
+def blocks(broken_at):
     """The batches of steps 1, 2 …; the stream breaks at one of them."""
     for step in range(1, broken_at):
         yield batch(step)
     raise OSError("the disk is gone")
 
 
-def feed(stream: Any) -> Feed:
+def feed(stream):
     return Feed(stream, 0, ROWS, SEQ_LEN)
 
 
-def test_only_a_step_that_is_done_counts_as_consumed() -> None:
+def test_only_a_step_that_is_done_counts_as_consumed():
     one = feed(blocks(9))
     one.begin(1)
     first = one.next_batch()
@@ -40,7 +37,7 @@ def test_only_a_step_that_is_done_counts_as_consumed() -> None:
     assert one.counts == {"a": {"dropped": 1}}
 
 
-def test_a_broken_stream_is_asked_once_and_padding_is_handed_out_from_then_on() -> None:
+def test_a_broken_stream_is_asked_once_and_padding_is_handed_out_from_then_on():
     one = feed(blocks(2))
     one.advance(1, one.next_batch())
     assert one.error is None
@@ -53,7 +50,7 @@ def test_a_broken_stream_is_asked_once_and_padding_is_handed_out_from_then_on() 
     assert str(one.error) == "the disk is gone"
 
 
-def test_the_state_goes_back_in_front_of_the_step_whose_data_failed() -> None:
+def test_the_state_goes_back_in_front_of_the_step_whose_data_failed():
     one = feed(blocks(3))
     states = {}
     for step in (1, 2, 3, 4):

@@ -30,7 +30,7 @@ from llmtrain.types import Evaluation
 GIB = 2**30
 
 
-def compared(folder, caplog, monkeypatch, device: str, planned: int | None) -> dict[str, Any]:
+def compared(folder, caplog, monkeypatch, device, planned):
     """The event of the third step, when 3.5004 GiB were held before and 1.25 since."""
     monkeypatch.setattr(memory, "peak_bytes", lambda device: int(4.7504 * GIB))
     plan = None if planned is None else MemoryPlan({"weights": planned, "reserve": 0}, 0)
@@ -114,7 +114,7 @@ def test_an_end_that_cannot_be_recorded_is_a_failure_of_the_disk(tmp_path, monke
     assert caught.value.exit_code == 74
 
 
-def _refuse(_: int) -> None:
+def _refuse(_):
     raise OSError(28, "No space left on device")
 
 
@@ -129,7 +129,7 @@ def test_a_record_that_the_disk_refuses_still_leaves_a_status_that_says_how_it_e
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 74)
 
 
-def refused(_lines: Lines) -> None:
+def refused(_lines):
     raise RunError("no room", 74, "")
 
 
@@ -196,11 +196,11 @@ def test_a_run_directory_that_cannot_be_made_again_ends_the_run_with_74(tmp_path
     assert caught.value.exit_code == 74
 
 
-def evaluated(loss: float, **sources: Evaluation) -> Evaluation:
+def evaluated(loss, **sources):
     return Evaluation(loss, math.exp(loss), 1.5, 100, 400, 3, 0.25, sources)
 
 
-def recorded(folder, losses, last=None, **settings: Any) -> tuple[Due, RunLog]:
+def recorded(folder, losses, last=None, **settings):
     """What is due and logged behind evaluations at steps 0, 10, 20 …"""
     periods = {"evaluate_every": 10, "save_every": 1000, "log_every": 1, "steps": 1000}
     due = Due(first=0, last_evaluation=None, heldout=True, data_ended=False, **periods, **settings)
@@ -249,7 +249,7 @@ def test_each_source_has_a_line_of_its_own(tmp_path):
     assert all(line.keys() == {"kind", "time", "step", "seconds", *fields} for line in found)
 
 
-def _accept(step: int, *, lower: bool) -> None:
+def _accept(step, *, lower):
     assert lower
 
 

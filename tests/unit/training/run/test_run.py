@@ -7,7 +7,7 @@ from pathlib import Path
 from llmtrain.training.run import run
 
 
-def test_a_run_has_fifteen_fields_and_no_verb() -> None:
+def test_a_run_has_fifteen_fields_and_no_verb():
     assert len(fields(run.Run)) <= 15
     (tree,) = (
         node
@@ -18,7 +18,7 @@ def test_a_run_has_fifteen_fields_and_no_verb() -> None:
     assert all(ast.unparse(node.decorator_list[0]) == "property" for node in methods)
 
 
-def test_a_run_imports_nothing_that_works_on_one() -> None:
+def test_a_run_imports_nothing_that_works_on_one():
     training = Path(run.__file__).parents[1]
     below = {"llmtrain.training.run", "llmtrain.training.stop"}
     for path in (training / "run").glob("*.py"):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint.read import ResumePoint
-from llmtrain.config.schema import Config
 from llmtrain.data.chat.template import NAMED, template_text
 from llmtrain.distributed.engines import state
 from llmtrain.errors import RunError, UserError
@@ -33,11 +31,11 @@ from llmtrain.types import Piece
 BASE = Base("a/b", "ab", None)
 
 
-def config(folder: Path, *overrides: str) -> Config:
+def config(folder, *overrides):
     return loaded(folder, f"model={{from: {folder / 'base'}}}", "adapter.kind=lora", *overrides)
 
 
-def test_layers_that_auto_meant_when_a_run_began_are_meant_at_a_resume(tmp_path: Path) -> None:
+def test_layers_that_auto_meant_when_a_run_began_are_meant_at_a_resume(tmp_path):
     auto = FrozenChoices(tmp_path, "")
     assert resolve_adapter(config(tmp_path), auto).targets == "auto"
     auto.run["adapter_targets"] = ["q_proj", "v_proj"]
@@ -46,7 +44,7 @@ def test_layers_that_auto_meant_when_a_run_began_are_meant_at_a_resume(tmp_path:
     assert resolve_adapter(named, auto).targets == ("o_proj",)
 
 
-def test_tokens_that_the_run_added_are_trained_or_those_that_are_named(tmp_path: Path) -> None:
+def test_tokens_that_the_run_added_are_trained_or_those_that_are_named(tmp_path):
     write_tokenizer(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     length = len(tokenizer)
@@ -66,9 +64,7 @@ def test_tokens_that_the_run_added_are_trained_or_those_that_are_named(tmp_path:
     assert trained_tokens(sample, base, None) == (0,)
 
 
-def test_tokens_that_a_named_template_will_add_have_the_ids_that_they_will_get(
-    tmp_path: Path,
-) -> None:
+def test_tokens_that_a_named_template_will_add_have_the_ids_that_they_will_get(tmp_path):
     write_tokenizer(tmp_path / "base")
     write_tokenizer(tmp_path / "own")
     base, asked = Base(str(tmp_path / "base"), None, None), config(tmp_path, "chat.template=chatml")
@@ -84,7 +80,7 @@ def test_tokens_that_a_named_template_will_add_have_the_ids_that_they_will_get(
     assert trained_tokens(asked, reserved, None) == ()
 
 
-def test_tokens_that_were_added_are_trained_by_the_ids_that_they_got(tmp_path: Path) -> None:
+def test_tokens_that_were_added_are_trained_by_the_ids_that_they_got(tmp_path):
     """Of a tokenizer that leaves out ids, these are not the ones behind its last."""
     for name in ("base", "own"):
         with_hole(write_tokenizer(tmp_path / name), 500)
@@ -95,12 +91,12 @@ def test_tokens_that_were_added_are_trained_by_the_ids_that_they_got(tmp_path: P
     assert max(found) < 500
 
 
-def test_a_run_without_adapters_trains_no_rows(tmp_path: Path) -> None:
+def test_a_run_without_adapters_trains_no_rows(tmp_path):
     plain = loaded(tmp_path, "adapter.train_tokens=[a]")
     assert trained_tokens(plain, None, tmp_path / "nowhere") == ()
 
 
-def weights(folder: Path, seed: int = 0) -> LlamaForCausalLM:
+def weights(folder, seed=0):
     torch.manual_seed(seed)
     shape: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **shape))
@@ -108,9 +104,7 @@ def weights(folder: Path, seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
-def test_the_base_of_a_checkpoint_is_that_of_the_run_or_the_start_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_the_base_of_a_checkpoint_is_that_of_the_run_or_the_start_is_refused(tmp_path):
     checkpoint = tmp_path / "step-00000004"
     checkpoint.mkdir()
     found = ResumePoint(checkpoint, checkpoint.name, 4, {})
@@ -123,15 +117,15 @@ def test_the_base_of_a_checkpoint_is_that_of_the_run_or_the_start_is_refused(
         check_base(loaded(tmp_path), None, found)
 
 
-def llama() -> LlamaForCausalLM:
+def llama():
     shape: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **shape))
 
 
-def processes(model: LlamaForCausalLM, differing: dict[str, list[int]] | None = None) -> Any:
+def processes(model, differing=None):
     """One process whose engine holds the model as it is."""
 
-    def pieces(_spec: object, *, writing: bool) -> list[Piece]:
+    def pieces(_spec, *, writing):
         assert not writing
         held = state.named_parameters(model).items()
         return [Piece(name, 0, one.detach().view(-1)) for name, one in held]
@@ -140,7 +134,7 @@ def processes(model: LlamaForCausalLM, differing: dict[str, list[int]] | None = 
     return SimpleNamespace(launched=SimpleNamespace(ranks=Alone(), engine=engine), base=BASE)
 
 
-def test_an_adapter_without_values_is_noticed_before_it_trains_in_vain(tmp_path: Path) -> None:
+def test_an_adapter_without_values_is_noticed_before_it_trains_in_vain(tmp_path):
     model = llama()
     trainable.attach(model, config(tmp_path).adapter)
     files = adapter_files(config(tmp_path), processes(model), model, {})
@@ -152,7 +146,7 @@ def test_an_adapter_without_values_is_noticed_before_it_trains_in_vain(tmp_path:
         adapter_files(config(tmp_path), processes(model), model, {})
 
 
-def test_replicas_of_the_base_that_differ_end_the_start(tmp_path: Path) -> None:
+def test_replicas_of_the_base_that_differ_end_the_start(tmp_path):
     model = llama()
     trainable.attach(model, config(tmp_path).adapter)
     differing = {"lm_head.weight": [1]}
@@ -160,5 +154,5 @@ def test_replicas_of_the_base_that_differ_end_the_start(tmp_path: Path) -> None:
         adapter_files(config(tmp_path), processes(model, differing), model, {})
 
 
-def test_a_run_of_all_weights_has_no_such_files(tmp_path: Path) -> None:
+def test_a_run_of_all_weights_has_no_such_files(tmp_path):
     assert adapter_files(loaded(tmp_path), processes(llama()), llama(), {}) == {}

@@ -1,9 +1,7 @@
 """What is asked, what an earlier start froze, and what this machine can have."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,15 +23,15 @@ AS_IT_IS = Kernels("auto", None, deterministic=False)
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
-def config_in(folder: Path, *overrides: str) -> Any:
+def config_in(folder, *overrides):
     return loaded(folder, f"run.dir={folder}", *overrides)
 
 
-def frozen(folder: Path, launch: str, **values: str) -> FrozenChoices:
+def frozen(folder, launch, **values):
     auto = FrozenChoices(folder, launch)
     auto.device.update(values)
     auto.launch["threads"] = 1
@@ -41,16 +39,16 @@ def frozen(folder: Path, launch: str, **values: str) -> FrozenChoices:
     return auto
 
 
-def processes(auto: FrozenChoices, strategy: str, device: str) -> Any:
+def processes(auto, strategy, device):
     launched = SimpleNamespace(strategy=strategy, device=torch.device(device), ranks=Alone())
     return SimpleNamespace(auto=auto, launched=launched)
 
 
-def test_a_new_run_decides_what_to_compile_when_its_length_is_known(tmp_path: Path) -> None:
+def test_a_new_run_decides_what_to_compile_when_its_length_is_known(tmp_path):
     assert decide_kernels(config_in(tmp_path)) == AS_IT_IS
 
 
-def test_a_choice_is_frozen_while_the_type_of_device_stays(tmp_path: Path) -> None:
+def test_a_choice_is_frozen_while_the_type_of_device_stays(tmp_path):
     frozen(tmp_path, "ddp/cuda/8", compile="blocks", attention_backend="cudnn")
     assert decide_kernels(config_in(tmp_path)) == AS_IT_IS, "a CPU has not been decided on"
     frozen(tmp_path, "ddp/cpu/2", compile="blocks", attention_backend="math")
@@ -62,7 +60,7 @@ def test_a_choice_is_frozen_while_the_type_of_device_stays(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
-def test_kernels_of_cuda_are_refused_without_it(tmp_path: Path, backend: str) -> None:
+def test_kernels_of_cuda_are_refused_without_it(tmp_path, backend):
     asked = decide_kernels(config_in(tmp_path, f"model.attention_backend={backend}"))
     with pytest.raises(UserError, match="need CUDA") as caught:
         check_kernels(asked)
@@ -70,17 +68,13 @@ def test_kernels_of_cuda_are_refused_without_it(tmp_path: Path, backend: str) ->
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
-def test_compiling_without_a_compiler_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"(?s)training.compile = .*C\+\+ compiler: no-such-comp"):
         check_kernels(decide_kernels(config_in(tmp_path, f"training.compile={mode}")))
 
 
-def test_a_frozen_value_that_this_machine_cannot_have_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_value_that_this_machine_cannot_have_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     frozen(tmp_path, "ddp/cpu/2", compile="blocks")
     with pytest.raises(UserError, match=r"auto.json has it.*accept_changes=\[training.compile\]"):
@@ -98,14 +92,8 @@ def test_a_frozen_value_that_this_machine_cannot_have_is_refused(
     ],
 )
 def test_long_runs_on_cuda_are_compiled(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    steps: int,
-    device: str,
-    strategy: str,
-    missing: str,
-    expected: str,
-) -> None:
+    tmp_path, monkeypatch, steps, device, strategy, missing, expected
+):
     monkeypatch.setattr(compiling, "missing_compiler", lambda cpu: missing)
     auto = FrozenChoices(tmp_path, f"{strategy}/{device}/1")
     config = config_in(tmp_path, f"training.steps={steps}")
@@ -114,7 +102,7 @@ def test_long_runs_on_cuda_are_compiled(
     assert auto.device == {"compile": expected}
 
 
-def test_a_whole_model_is_not_compiled_with_hidden_documents(tmp_path: Path) -> None:
+def test_a_whole_model_is_not_compiled_with_hidden_documents(tmp_path):
     auto = FrozenChoices(tmp_path, "ddp/cpu/1")
     auto.compile = "model"
     given = processes(auto, "ddp", "cpu")
@@ -123,7 +111,7 @@ def test_a_whole_model_is_not_compiled_with_hidden_documents(tmp_path: Path) -> 
         decide_compile(config_in(tmp_path), given, document_mask=True)
 
 
-def test_deterministic_kernels_hold_for_the_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_kernels_hold_for_the_run_alone(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     asked = Kernels("auto", "off", deterministic=True)
@@ -137,7 +125,7 @@ def test_deterministic_kernels_hold_for_the_run_alone(monkeypatch: pytest.Monkey
     target.put_(index, torch.ones(1))
 
 
-def test_a_workspace_that_gives_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_gives_other_bits_is_refused(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     check_kernels(AS_IT_IS)
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):

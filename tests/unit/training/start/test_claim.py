@@ -14,11 +14,11 @@ from llmtrain.rundir.status import read_status, write_status
 from llmtrain.training.start.claim import check, claim
 
 
-def config(run_dir: Path, **changes: object) -> Config:
+def config(run_dir, **changes):
     return Config.model_validate(tiny_config(run_dir, **changes))
 
 
-def test_a_claim_makes_the_directory_and_says_that_the_run_is_starting(tmp_path: Path) -> None:
+def test_a_claim_makes_the_directory_and_says_that_the_run_is_starting(tmp_path):
     run_dir = tmp_path / "a" / "run"
     with claim(config(run_dir), 2, "ddp") as place:
         assert place.checkpoint is None
@@ -28,7 +28,7 @@ def test_a_claim_makes_the_directory_and_says_that_the_run_is_starting(tmp_path:
     assert (run_dir / "config.yaml").is_file()
 
 
-def test_a_second_claim_keeps_the_runs_id_and_knows_its_checkpoint(tmp_path: Path) -> None:
+def test_a_second_claim_keeps_the_runs_id_and_knows_its_checkpoint(tmp_path):
     with claim(config(tmp_path), 1, "ddp") as first:
         write_status(tmp_path, checkpoint="step-00000004", step=4)
     with claim(config(tmp_path), 3, "ddp") as second:
@@ -37,13 +37,13 @@ def test_a_second_claim_keeps_the_runs_id_and_knows_its_checkpoint(tmp_path: Pat
         assert read_status(tmp_path)["restarts"] == 1
 
 
-def begin(run_dir: Path) -> None:
+def begin(run_dir):
     """Claim the directory and write the line that says that a run began in it."""
     with claim(config(run_dir), 1, "ddp"), closing(Lines(run_dir)) as lines:
         lines.write("start", 0)
 
 
-def test_a_start_that_was_refused_binds_nothing(tmp_path: Path) -> None:
+def test_a_start_that_was_refused_binds_nothing(tmp_path):
     with claim(config(tmp_path), 1, "ddp"):
         (tmp_path / "manifest.json").write_text("of the wrong config")
         (tmp_path / "tokenizer").mkdir()
@@ -53,7 +53,7 @@ def test_a_start_that_was_refused_binds_nothing(tmp_path: Path) -> None:
     assert "seq_len: 64" in (tmp_path / "config.yaml").read_text()
 
 
-def test_a_lost_status_is_made_up_for_by_the_record(tmp_path: Path) -> None:
+def test_a_lost_status_is_made_up_for_by_the_record(tmp_path):
     begin(tmp_path)
     with closing(Lines(tmp_path)) as lines:
         lines.write("checkpoint", 4, name="step-00000004")
@@ -62,9 +62,7 @@ def test_a_lost_status_is_made_up_for_by_the_record(tmp_path: Path) -> None:
         assert place.checkpoint == "step-00000004"
 
 
-def test_another_config_is_refused_before_anything_is_changed_but_the_record_says_so(
-    tmp_path: Path,
-) -> None:
+def test_another_config_is_refused_before_anything_is_changed_but_the_record_says_so(tmp_path):
     begin(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError) as raised, claim(config(tmp_path, data__seq_len=64), 1, "ddp"):
@@ -79,7 +77,7 @@ def test_another_config_is_refused_before_anything_is_changed_but_the_record_say
     assert after | {record: before[record]} == before
 
 
-def test_a_claim_inside_a_claim_is_refused(tmp_path: Path) -> None:
+def test_a_claim_inside_a_claim_is_refused(tmp_path):
     with (
         claim(config(tmp_path), 1, "ddp"),
         pytest.raises(UserError, match="in use"),
@@ -88,10 +86,8 @@ def test_a_claim_inside_a_claim_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_store_without_rename_is_refused_before_a_status_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
+def test_a_store_without_rename_is_refused_before_a_status_is_written(tmp_path, monkeypatch):
+    def refused(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("os.rename", refused)
@@ -103,14 +99,14 @@ def test_a_store_without_rename_is_refused_before_a_status_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"lock"}
 
 
-def refusal(config: Config) -> str:
+def refusal(config):
     """What a claim says that is refused; it changes nothing."""
     with pytest.raises(UserError) as raised, claim(config, 1, "ddp"):
         pass
     return str(raised.value)
 
 
-def test_never_is_for_a_directory_in_which_nothing_was_trained(tmp_path: Path) -> None:
+def test_never_is_for_a_directory_in_which_nothing_was_trained(tmp_path):
     never = config(tmp_path, checkpoint__resume="never")
     with claim(never, 1, "ddp"):
         pass  # refused later, for something else: it has begun nothing
@@ -122,15 +118,13 @@ def test_never_is_for_a_directory_in_which_nothing_was_trained(tmp_path: Path) -
     assert "checkpoint.resume=auto" in said
 
 
-def test_a_checkpoint_alone_makes_a_directory_used(tmp_path: Path) -> None:
+def test_a_checkpoint_alone_makes_a_directory_used(tmp_path):
     (tmp_path / "checkpoints" / "step-00000004.damaged").mkdir(parents=True)
     assert "step-00000004.damaged" in refusal(config(tmp_path, checkpoint__resume="never"))
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS"])
-def test_what_resume_says_is_for_the_first_start_of_a_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_resume_says_is_for_the_first_start_of_a_launch(tmp_path, monkeypatch, name):
     begin(tmp_path)
     never = config(tmp_path, checkpoint__resume="never")
     monkeypatch.setenv(name, "0")
@@ -140,7 +134,7 @@ def test_what_resume_says_is_for_the_first_start_of_a_launch(
         assert place.begun
 
 
-def test_a_lost_status_does_not_make_the_run_another_one(tmp_path: Path) -> None:
+def test_a_lost_status_does_not_make_the_run_another_one(tmp_path):
     save(tmp_path / "checkpoints", 99, run_id="another")
     with claim(config(tmp_path), 1, "ddp"), closing(Lines(tmp_path)) as lines:
         lines.write("start", 0, run_id="this one")
@@ -149,9 +143,7 @@ def test_a_lost_status_does_not_make_the_run_another_one(tmp_path: Path) -> None
         assert place.run_id == "this one"
 
 
-def test_without_a_record_the_newest_intact_manifest_says_whose_directory_it_is(
-    tmp_path: Path,
-) -> None:
+def test_without_a_record_the_newest_intact_manifest_says_whose_directory_it_is(tmp_path):
     save(tmp_path / "checkpoints", 4, run_id="this one")
     save(tmp_path / "checkpoints", 8, run_id="damaged")
     (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").write_bytes(b"{}")
@@ -167,7 +159,7 @@ CHANGES = [
 ]
 
 
-def test_another_vocabulary_batch_length_or_precision_is_refused(tmp_path: Path) -> None:
+def test_another_vocabulary_batch_length_or_precision_is_refused(tmp_path):
     begin(tmp_path)
     for name, value, says in CHANGES:
         said = refusal(config(tmp_path, **{name: value}))
@@ -176,7 +168,7 @@ def test_another_vocabulary_batch_length_or_precision_is_refused(tmp_path: Path)
         assert "checkpoint.accept_changes=[" in said
 
 
-def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "run").write_text("mine")
     said = refusal(config(tmp_path / "run"))
     assert f"run.dir = {tmp_path / 'run'}" in said
@@ -184,14 +176,14 @@ def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_a_run_directory_that_cannot_be_written_is_refused() -> None:
+def test_a_run_directory_that_cannot_be_written_is_refused():
     said = refusal(config(Path("/proc/self")))  # for root, too
     assert "run.dir = /proc/self" in said
     assert "a directory that can be written (" in said
 
 
 @pytest.mark.parametrize("parent", ["a file", "not there"])
-def test_a_parent_that_cannot_be_made_is_named(tmp_path: Path, parent: str) -> None:
+def test_a_parent_that_cannot_be_made_is_named(tmp_path, parent):
     place = Path("/proc/nowhere") if parent == "not there" else tmp_path / "file"
     if parent == "a file":
         place.touch()
@@ -225,7 +217,7 @@ DIRECTORIES = [
 ]
 
 
-def put(path: Path, kind: str) -> None:
+def put(path, kind):
     """Something of that kind where a run expects something else, or nothing at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     match kind:
@@ -248,9 +240,7 @@ def put(path: Path, kind: str) -> None:
         *((name, "neither: a pipe") for name in ("metrics.jsonl", "lock", "checkpoints")),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_named_and_nothing_is_changed(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_what_is_of_the_wrong_kind_is_named_and_nothing_is_changed(tmp_path, name, kind):
     put(tmp_path / name, kind)
     before = sorted(tmp_path.rglob("*"))
     said = refusal(config(tmp_path))
@@ -262,7 +252,7 @@ def test_what_is_of_the_wrong_kind_is_named_and_nothing_is_changed(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_all_that_is_of_the_wrong_kind_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_is_of_the_wrong_kind_is_told_at_once(tmp_path):
     put(tmp_path / "metrics.jsonl", "a directory")
     put(tmp_path / "logs", "a regular file")
     with pytest.raises(UserError) as raised:
@@ -271,15 +261,13 @@ def test_all_that_is_of_the_wrong_kind_is_told_at_once(tmp_path: Path) -> None:
     assert named == {str(tmp_path / "metrics.jsonl"), str(tmp_path / "logs")}
 
 
-def test_what_goes_while_it_is_looked_at_is_not_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_while_it_is_looked_at_is_not_wrong(tmp_path, monkeypatch):
     """Other ranks of the same start remove their old marks."""
     put(tmp_path / "logs" / "rank-1.failed", "a regular file")
     put(tmp_path / "lock", "a directory")
     listed = Path.iterdir
 
-    def others_at_work(folder: Path) -> list[Path]:
+    def others_at_work(folder):
         there = list(listed(folder))
         (tmp_path / "logs" / "rank-1.failed").unlink(missing_ok=True)
         return there
@@ -290,7 +278,7 @@ def test_what_goes_while_it_is_looked_at_is_not_wrong(
     assert [problem.key for problem in raised.value.problems] == [str(tmp_path / "lock")]
 
 
-def test_links_to_what_belongs_there_and_names_of_others_are_taken(tmp_path: Path) -> None:
+def test_links_to_what_belongs_there_and_names_of_others_are_taken(tmp_path):
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     put(run_dir / "step-00000004", "a regular file")
@@ -313,9 +301,7 @@ STRANGE_LINES = [
 
 
 @pytest.mark.parametrize("line", STRANGE_LINES, ids=json.dumps)
-def test_a_line_that_no_run_writes_counts_for_nothing_and_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: dict[str, object]
-) -> None:
+def test_a_line_that_no_run_writes_counts_for_nothing_and_is_told(tmp_path, caplog, line):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     with claim(config(tmp_path), 1, "ddp") as place:
         assert not place.begun
@@ -324,9 +310,7 @@ def test_a_line_that_no_run_writes_counts_for_nothing_and_is_told(
     assert str(line) in caplog.text
 
 
-def test_a_line_without_what_lines_of_its_kind_have_is_taken_for_what_it_says(
-    tmp_path: Path,
-) -> None:
+def test_a_line_without_what_lines_of_its_kind_have_is_taken_for_what_it_says(tmp_path):
     with closing(Lines(tmp_path)) as lines:
         lines.write("start", 0, steps="many", run_id="this one")
         lines.write("checkpoint", 4, name="step-00000004", seconds="long")
@@ -339,9 +323,7 @@ def test_a_line_without_what_lines_of_its_kind_have_is_taken_for_what_it_says(
         assert place.pace is None
 
 
-def test_a_secret_in_a_prompt_is_not_written_and_no_later_start_minds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_in_a_prompt_is_not_written_and_no_later_start_minds(tmp_path, monkeypatch):
     monkeypatch.setenv("HUB_TOKEN", "correct-horse-9-battery")
     asked = config(tmp_path, evaluation__prompts=["say correct-horse-9-battery", "The planet"])
     with claim(asked, 1, "ddp"), closing(Lines(tmp_path)) as lines:

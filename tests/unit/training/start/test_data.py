@@ -3,7 +3,6 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -29,7 +28,7 @@ GROUP = 20  # documents of a row group
 GROUPS = {"small": 96, "large": 480}  # four units a lane, and five times as many
 
 
-def config_of(path: Path) -> Config:
+def config_of(path):
     """A run that has more held-out documents than an evaluation scores, whatever the size."""
     made = corpus.config(path, heldout=0.05, seq_len=64)
     changes = {
@@ -40,7 +39,7 @@ def config_of(path: Path) -> Config:
     return Config.model_validate(made.model_dump(by_alias=True, exclude_unset=True) | changes)
 
 
-def write(path: Path, size: str) -> None:
+def write(path, size):
     """Documents of 2,000 characters, none like another."""
     path.parent.mkdir()
     draw = np.random.default_rng(7)
@@ -54,27 +53,27 @@ def write(path: Path, size: str) -> None:
         corpus.write_jsonl(path, rows)
 
 
-def bytes_read() -> int:
+def bytes_read():
     """Bytes that this process has read so far, by whatever call."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def chosen(directory: Path, texts: Iterable[str]) -> Tokenizer:
+def chosen(directory, texts):
     """The comparison of back ends without its awkward texts, which take a second each time."""
     tokenizer = open_tokenizer(directory)
     tokenizer.encode_batch(list(texts))
     return tokenizer
 
 
-def before_step_1(folder: Path, name: str) -> Counter[str]:
+def before_step_1(folder, name):
     """What a start reads and tokenizes up to its first batch."""
     config, seen = config_of(folder / name), Counter[str]()
     config = config.model_copy(update={"run": RunConfig(dir=str(folder / "run"))})
     config.run_dir.mkdir()
     encode = Tokenizer._encode
 
-    def encoding(self: Tokenizer, texts: Sequence[str]) -> Iterator[Any]:
+    def encoding(self, texts):
         seen.update(texts=len(texts), characters=sum(map(len, texts)))
         return encode(self, texts)
 
@@ -95,7 +94,7 @@ def before_step_1(folder: Path, name: str) -> Counter[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_nothing_more_is_read_before_step_1_of_a_larger_source(tmp_path: Path, kind: str) -> None:
+def test_nothing_more_is_read_before_step_1_of_a_larger_source(tmp_path, kind):
     found = {}
     imports = ["small"] if kind == "parquet" else []  # whose bytes must not count
     for size in (*imports, "small", "large"):
@@ -122,8 +121,8 @@ def test_nothing_more_is_read_before_step_1_of_a_larger_source(tmp_path: Path, k
     ],
 )
 def test_epochs_of_few_steps_are_told_with_what_gives_fifty(
-    batch: int, processes: int, epochs: float, blocks: int, steps: int, remedy: str | None
-) -> None:
+    batch, processes, epochs, blocks, steps, remedy
+):
     """blocks: of all epochs"""
     whole = math.ceil(epochs)
     counted = {
@@ -157,7 +156,7 @@ def test_epochs_of_few_steps_are_told_with_what_gives_fifty(
     assert few_steps(now, more, BESTFIT, processes) is None
 
 
-def test_the_batch_that_is_told_can_be_divided_into_micro_batches() -> None:
+def test_the_batch_that_is_told_can_be_divided_into_micro_batches():
     training = TrainingConfig(epochs=1, global_batch_size=48, micro_batch_size=6)
     counted = {"blocks": 480, "tokens": 64 * 480}
     found = few_steps(training, counted, BESTFIT, 2)
@@ -167,8 +166,8 @@ def test_the_batch_that_is_told_can_be_divided_into_micro_batches() -> None:
 @pytest.mark.parametrize("packing", ["auto", "single"])
 @pytest.mark.parametrize(("rows", "epochs", "batch"), [(2, 0.3, 1), (5, 2.5, 4), (60, 1, 16)])
 def test_what_is_told_of_few_conversations_gives_fifty_steps(
-    tmp_path: Path, packing: str, rows: int, epochs: float, batch: int
-) -> None:
+    tmp_path, packing, rows, epochs, batch
+):
     path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(rows))
     given: dict[str, Any] = {
         "model": {"tokenizer": "sample", "config": {"model_type": "llama", **bases.SHAPE}},
@@ -184,7 +183,7 @@ def test_what_is_told_of_few_conversations_gives_fifty_steps(
     assert inspect(Config.model_validate(given), blocks=0).few_steps is None
 
 
-def test_a_run_of_steps_or_without_conversations_has_no_more_to_say() -> None:
+def test_a_run_of_steps_or_without_conversations_has_no_more_to_say():
     counted = {"blocks": 100, "tokens": 6_400}
     assert few_steps(TrainingConfig(steps=3), counted, BESTFIT) is None
     found = few_steps(TrainingConfig(epochs=1, global_batch_size=20), counted, BESTFIT)

@@ -1,8 +1,6 @@
 """Whether conversations can share blocks is found out from a model's config alone."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "stat
 LLAMA = {**SMALL, "model_type": "llama"}
 
 
-def config_of(folder: Path, model: dict[str, Any], **data: Any) -> Config:
+def config_of(folder, model, **data):
     path = corpus.write_jsonl(folder / "chat.jsonl", chats.rows_of(20))
     return Config.model_validate({
         "model": {"tokenizer": "sample", "config": model},
@@ -43,7 +41,7 @@ def config_of(folder: Path, model: dict[str, Any], **data: Any) -> Config:
     })  # fmt: skip
 
 
-def packing_of(folder: Path, model: dict[str, Any], **data: Any) -> tuple[str, bool]:
+def packing_of(folder, model, **data):
     prepare(config_of(folder, model, **data), folder, 1)
     manifest = json.loads((folder / MANIFEST).read_text())
     return manifest["packing"], manifest["document_mask"]
@@ -52,9 +50,7 @@ def packing_of(folder: Path, model: dict[str, Any], **data: Any) -> tuple[str, b
 @pytest.mark.parametrize(
     ("model", "packing"), [(GPT_OSS, "single"), (LFM2, "single"), (MAMBA, "single")]
 )
-def test_a_model_that_cannot_hide_documents_gets_one_a_block(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: dict[str, Any], packing: str
-) -> None:
+def test_a_model_that_cannot_hide_documents_gets_one_a_block(tmp_path, caplog, model, packing):
     caplog.set_level("INFO", "llmtrain")
     assert packing_of(tmp_path, model) == (packing, True)
     assert f"packing: single, as with {model['model_type']} (attention: " in caplog.text
@@ -65,13 +61,11 @@ def test_a_model_that_cannot_hide_documents_gets_one_a_block(
     ("model", "asked", "packing"),
     [(LLAMA, "auto", "bestfit"), (LLAMA, "single", "single"), (GPT_OSS, "bestfit", "bestfit")],
 )
-def test_others_share_blocks_and_what_the_user_says_counts(
-    tmp_path: Path, model: dict[str, Any], asked: str, packing: str
-) -> None:
+def test_others_share_blocks_and_what_the_user_says_counts(tmp_path, model, asked, packing):
     assert packing_of(tmp_path, model, packing=asked) == (packing, True)
 
 
-def test_a_run_keeps_its_packing(tmp_path: Path) -> None:
+def test_a_run_keeps_its_packing(tmp_path):
     assert packing_of(tmp_path, LLAMA) == ("bestfit", True)
     before = (tmp_path / MANIFEST).read_bytes()
     prepare(config_of(tmp_path, GPT_OSS), tmp_path, 1)
@@ -88,12 +82,12 @@ TOGETHER += ["gemma4_unified", "dots3_note_text"]
 
 
 @pytest.mark.parametrize("kind", APART + TOGETHER)
-def test_a_small_model_of_the_same_kinds_of_blocks_is_tried(kind: str) -> None:
+def test_a_small_model_of_the_same_kinds_of_blocks_is_tried(kind):
     assert (why_apart(CONFIG_MAPPING[kind](), 64) != "") == (kind in APART)
 
 
 @pytest.mark.parametrize("kind", APART + TOGETHER)
-def test_padding_behind_a_document_changes_nothing_in_it(kind: str) -> None:
+def test_padding_behind_a_document_changes_nothing_in_it(kind):
     """Measured: at most 4e-7 of the largest logit."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -104,13 +98,13 @@ def test_padding_behind_a_document_changes_nothing_in_it(kind: str) -> None:
         check_padding(model.eval(), bare_forward(model, CPU, "fp32"), CPU, "fp32", 32)
 
 
-def test_a_model_that_sees_padding_is_refused() -> None:
+def test_a_model_that_sees_padding_is_refused():
     model = small_model(
         CONFIG_MAPPING["llama"](**{k: v for k, v in LLAMA.items() if k != "model_type"})
     )
     assert model is not None
 
-    def forward(ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    def forward(ids, **_):
         logits: torch.Tensor = model(ids, use_cache=False).logits
         return logits + ids.float().mean()  # of the whole micro-batch
 
@@ -119,7 +113,7 @@ def test_a_model_that_sees_padding_is_refused() -> None:
     assert caught.value.problems[0].key == "data.packing"
 
 
-def test_a_model_that_trains_on_rows_of_one_length_is_refused() -> None:
+def test_a_model_that_trains_on_rows_of_one_length_is_refused():
     config = CONFIG_MAPPING["reformer"](
         is_decoder=True,
         attn_layers=["local"],

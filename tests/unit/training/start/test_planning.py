@@ -2,13 +2,11 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.tiny import tiny_config, write_config
 
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
 from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
@@ -20,12 +18,12 @@ TWO = {**CPU, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SI
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(monkeypatch):
     for name, value in TWO.items():
         monkeypatch.setenv(name, value)
 
 
-def config(folder: Path, **changes: Any) -> Config:
+def config(folder, **changes):
     made = tiny_config(folder / "run")
     made["training"]["micro_batch_size"] = "auto"
     for name, value in changes.items():
@@ -34,11 +32,11 @@ def config(folder: Path, **changes: Any) -> Config:
     return load_config(write_config(folder, made))
 
 
-def planned(made: Config) -> planning.Planned:
+def planned(made):
     return planning.plan_start(made, Path(str(made.run.dir)), "fp32")
 
 
-def freeze(made: Config, strategy: str = "ddp", **frozen: Any) -> None:
+def freeze(made, strategy="ddp", **frozen):
     """As if an earlier start had written it down."""
     run_dir = Path(str(made.run.dir))
     run_dir.mkdir()
@@ -50,7 +48,7 @@ def freeze(made: Config, strategy: str = "ddp", **frozen: Any) -> None:
         (run_dir / "tokenizer" / name).write_bytes((sample / name).read_bytes())
 
 
-def test_ddp_where_it_fits_and_a_layout_that_makes_the_global_batch(tmp_path: Path) -> None:
+def test_ddp_where_it_fits_and_a_layout_that_makes_the_global_batch(tmp_path):
     found = planned(config(tmp_path))
     assert found.layout.strategy == "ddp"
     assert found.layout.micro_batch_size * found.layout.accumulation * 2 == 24
@@ -59,7 +57,7 @@ def test_ddp_where_it_fits_and_a_layout_that_makes_the_global_batch(tmp_path: Pa
     assert found.memory.total_bytes < found.hardware.device_bytes
 
 
-def test_parameters_are_those_of_the_model_that_is_built(tmp_path: Path) -> None:
+def test_parameters_are_those_of_the_model_that_is_built(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     made = config(tmp_path)
@@ -71,7 +69,7 @@ def test_parameters_are_those_of_the_model_that_is_built(tmp_path: Path) -> None
     assert largest_block(shape) == layer
 
 
-def test_less_memory_shards_and_none_is_refused_with_every_strategy(tmp_path: Path) -> None:
+def test_less_memory_shards_and_none_is_refused_with_every_strategy(tmp_path):
     wide = {"model_type": "llama", "hidden_size": 192, "num_hidden_layers": 6}
     wide |= {"num_attention_heads": 2, "intermediate_size": 512}
     changes = {"training__micro_batch_size": 1, "model__config": wide}
@@ -92,7 +90,7 @@ def test_less_memory_shards_and_none_is_refused_with_every_strategy(tmp_path: Pa
     assert "nothing fits" in str(refused.value)
 
 
-def test_what_was_frozen_for_a_launch_of_this_kind_stays(tmp_path: Path) -> None:
+def test_what_was_frozen_for_a_launch_of_this_kind_stays(tmp_path):
     made = config(tmp_path)
     fresh = planned(made)
     assert fresh.layout.micro_batch_size != 3
@@ -109,7 +107,7 @@ def test_what_was_frozen_for_a_launch_of_this_kind_stays(tmp_path: Path) -> None
     assert asked.layout.micro_batch_size == 2
 
 
-def test_what_was_frozen_but_fits_no_more_is_decided_anew(tmp_path: Path) -> None:
+def test_what_was_frozen_but_fits_no_more_is_decided_anew(tmp_path):
     one = config(tmp_path, training__micro_batch_size=1, model__activation_checkpointing="full")
     least = planned(one).memory
     assert least is not None
@@ -126,7 +124,7 @@ def test_what_was_frozen_but_fits_no_more_is_decided_anew(tmp_path: Path) -> Non
     assert "ddp, micro-batch 12, as an earlier start froze it (auto.json), misses" in before
 
 
-def begun(tmp_path: Path) -> Config:
+def begun(tmp_path):
     """Of a run from another model, with two checkpoints: the newest has a config cut short."""
     fields = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 5000}
     fields |= {"num_attention_heads": 2, "intermediate_size": 64}
@@ -139,14 +137,12 @@ def begun(tmp_path: Path) -> Config:
     return made
 
 
-def test_a_damaged_newest_checkpoint_is_planned_by_the_next_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_newest_checkpoint_is_planned_by_the_next_one(tmp_path, caplog):
     assert planned(begun(tmp_path)).shape.vocabulary == 5000
     assert "step-00000002" in caplog.text
 
 
-def test_a_checkpoint_of_another_run_is_not_planned_by(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_not_planned_by(tmp_path):
     made = begun(tmp_path)
     run_dir = Path(str(made.run.dir))
     foreign = run_dir / "checkpoints" / "step-00000099"
@@ -158,9 +154,7 @@ def test_a_checkpoint_of_another_run_is_not_planned_by(tmp_path: Path) -> None:
     assert planned(made).shape.vocabulary == 5000
 
 
-def test_without_any_config_of_a_checkpoint_the_model_is_that_of_the_beginning(
-    tmp_path: Path,
-) -> None:
+def test_without_any_config_of_a_checkpoint_the_model_is_that_of_the_beginning(tmp_path):
     made = begun(tmp_path)
     older = Path(str(made.run.dir)) / "checkpoints" / "step-00000001" / "config.json"
     (tmp_path / "base").mkdir()
@@ -170,9 +164,7 @@ def test_without_any_config_of_a_checkpoint_the_model_is_that_of_the_beginning(
     assert planned(made).shape.vocabulary == 6000
 
 
-def test_a_limit_of_control_groups_is_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_of_control_groups_is_the_host(tmp_path, monkeypatch):
     from llmtrain.metrics import memory
 
     monkeypatch.setattr(memory, "limit_bytes", lambda: 3 * 2**30)
@@ -180,9 +172,7 @@ def test_a_limit_of_control_groups_is_the_host(
     assert (hardware.host_bytes, hardware.device_bytes) == (3 * 2**30, 3 * 2**29)
 
 
-def test_deepspeed_is_no_step_of_the_ladder_where_it_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed_is_no_step_of_the_ladder_where_it_is_not_installed(tmp_path, monkeypatch):
     small = {"distributed__device_memory_gb": 1e-5}
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -199,10 +189,8 @@ def test_deepspeed_is_no_step_of_the_ladder_where_it_is_not_installed(
     assert planned(named).layout.strategy == "zero3_offload"
 
 
-def test_what_cannot_be_counted_is_said_and_trained_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_what_cannot_be_counted_is_said_and_trained_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_):
         raise CannotCountError("its experts run in a loop")
 
     monkeypatch.setattr(planning, "count_saved", refuse)
@@ -214,15 +202,13 @@ def test_what_cannot_be_counted_is_said_and_trained_all_the_same(
     assert found.to_json()["total_bytes"] is None
 
 
-def test_ten_million_blocks_are_refused_by_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_million_blocks_are_refused_by_one_of_them(tmp_path, monkeypatch):
     deep = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 2}
     deep |= {"num_hidden_layers": 10_000_000, "intermediate_size": 352}
     built: list[int] = []
     describe = planning.describe_parameters
 
-    def watched(found: Any, *freeze: Any) -> Any:
+    def watched(found, *freeze):
         built.append(found.num_hidden_layers)
         return describe(found, *freeze)
 
@@ -234,22 +220,18 @@ def test_ten_million_blocks_are_refused_by_one_of_them(
     assert (problem.key, problem.value) == ("model.config.num_hidden_layers", 10_000_000)
 
 
-def test_very_many_blocks_are_refused_under_the_name_that_the_architecture_has(
-    tmp_path: Path,
-) -> None:
+def test_very_many_blocks_are_refused_under_the_name_that_the_architecture_has(tmp_path):
     deep = {"model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 10_000_000}
     with pytest.raises(UserError) as refused:
         planned(config(tmp_path, model__config=deep))
     assert [problem.key for problem in refused.value.problems] == ["model.config.n_layer"]
 
 
-def test_an_optimizer_leaves_the_strategies_that_it_works_under(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_leaves_the_strategies_that_it_works_under(tmp_path, monkeypatch):
     tried: list[tuple[str, ...]] = []
     choose = planning.choose_strategy
 
-    def watched(*given: Any) -> Any:
+    def watched(*given):
         tried.append(given[-1])
         return choose(*given)
 
@@ -259,23 +241,21 @@ def test_an_optimizer_leaves_the_strategies_that_it_works_under(
     assert tried == [("ddp", "hsdp", "fsdp2"), ("ddp",)]
 
 
-def test_a_launch_of_another_strategy_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_of_another_strategy_is_refused(tmp_path, monkeypatch):
     made = config(tmp_path, optimizer__name="adamw_8bit")
     monkeypatch.setattr(planning, "allowed_strategies", lambda *_: ("fsdp2",))
     with pytest.raises(UserError, match="adamw under fsdp2; adamw_8bit works only under ddp"):
         planned(made)
 
 
-def test_groups_that_do_not_fit_are_refused_before_there_are_weights(tmp_path: Path) -> None:
+def test_groups_that_do_not_fit_are_refused_before_there_are_weights(tmp_path):
     made = config(tmp_path, optimizer__groups=[{"match": "*q_projj*"}])
     with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match") as refused:
         planned(made)
     assert "q_proj" in refused.value.problems[0].remedy
 
 
-def test_the_plan_counts_the_state_of_the_optimizer_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_plan_counts_the_state_of_the_optimizer_that_is_asked_for(tmp_path):
     found = {name: planned(config(tmp_path, optimizer__name=name)) for name in ("adamw", "muon")}
     shape = found["muon"].shape
     hidden = [p for p in shape.parameters if p.block is not None and len(p.shape) == 2]
@@ -285,7 +265,7 @@ def test_the_plan_counts_the_state_of_the_optimizer_that_is_asked_for(tmp_path: 
     assert plans["adamw"].parts["optimizer"] - plans["muon"].parts["optimizer"] == saved > 0
 
 
-def test_adapters_that_cannot_be_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_are_refused_before_a_weight_is_read(tmp_path):
     (tmp_path / "base").mkdir()  # where there is none
     fields = tiny_config(tmp_path)["model"]["config"] | {"vocab_size": 5000}
     (tmp_path / "base" / "config.json").write_text(json.dumps(fields))

@@ -3,14 +3,13 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from llmtrain.training import stop
 
 
-def test_signals_become_a_reason_and_the_old_handlers_come_back() -> None:
+def test_signals_become_a_reason_and_the_old_handlers_come_back():
     before = signal.getsignal(signal.SIGUSR1)
     with stop.catching() as signals:
         assert signals.reason is None
@@ -19,20 +18,20 @@ def test_signals_become_a_reason_and_the_old_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_fifty_signals_in_a_second_are_one_request() -> None:
+def test_fifty_signals_in_a_second_are_one_request():
     with stop.catching() as signals:
         for _ in range(50):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signals.reason == "SIGTERM"
 
 
-def test_a_second_call_keeps_the_handlers_that_stand() -> None:
+def test_a_second_call_keeps_the_handlers_that_stand():
     with stop.catching() as outer, stop.catching() as inner:
         assert inner is outer
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_nohup_is_respected() -> None:
+def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop.catching():
@@ -42,7 +41,7 @@ def test_nohup_is_respected() -> None:
 
 
 @pytest.mark.launches
-def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
+def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0():
     program = (
         "import os, signal, threading\n"
         "from llmtrain.training.stop import install\n"
@@ -57,7 +56,7 @@ def test_a_stop_while_ranks_cannot_talk_ends_the_process_with_0() -> None:
 
 
 @pytest.mark.launches
-def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python() -> None:
+def test_a_stop_is_heard_while_the_main_thread_waits_outside_of_python():
     program = (
         "import ctypes, os, signal, threading\n"
         "from llmtrain.training.stop import install\n"
@@ -83,7 +82,7 @@ STUCK = (
 
 
 @pytest.mark.launches
-def test_a_second_interrupt_ends_a_process_whose_main_thread_hangs_outside_of_python() -> None:
+def test_a_second_interrupt_ends_a_process_whose_main_thread_hangs_outside_of_python():
     program = STUCK + (
         "stop._SECOND_INTERRUPT_SECONDS = 0.2\n"
         "stop.install()\n"
@@ -99,16 +98,14 @@ def test_a_second_interrupt_ends_a_process_whose_main_thread_hangs_outside_of_py
     assert ended.stderr.endswith("interrupted again: ending without a checkpoint\n")
 
 
-def test_interrupts_at_once_are_one_and_other_signals_never_end_a_run() -> None:
+def test_interrupts_at_once_are_one_and_other_signals_never_end_a_run():
     with stop.catching() as signals:
         for number in [signal.SIGINT, signal.SIGINT, *[signal.SIGTERM] * 9, signal.SIGHUP]:
             os.kill(os.getpid(), number)
         assert signals.reason == "SIGINT"
 
 
-def test_usr2_writes_the_stacks_of_all_threads_into_the_log_and_nothing_stops(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_usr2_writes_the_stacks_of_all_threads_into_the_log_and_nothing_stops(tmp_path, capfd):
     with stop.catching() as signals, (tmp_path / "log").open("ab") as log:
         with signals.stacks_in(log.fileno()):
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -123,7 +120,7 @@ def test_usr2_writes_the_stacks_of_all_threads_into_the_log_and_nothing_stops(
 
 
 @pytest.mark.launches
-def test_usr2_shows_where_a_main_thread_hangs_outside_of_python() -> None:
+def test_usr2_shows_where_a_main_thread_hangs_outside_of_python():
     program = STUCK + (
         "stop.install()\n"
         "def look():\n"
@@ -138,7 +135,7 @@ def test_usr2_shows_where_a_main_thread_hangs_outside_of_python() -> None:
 
 
 @pytest.mark.launches
-def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
+def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error():
     """`train | tee log`: Ctrl-C has ended tee when the handler speaks."""
     program = (
         "import os, signal\n"
@@ -157,7 +154,7 @@ def test_a_terminal_that_is_gone_does_not_turn_a_stop_into_an_error() -> None:
 
 
 @pytest.mark.launches
-def test_who_cannot_record_a_stop_ends_with_1_and_says_why() -> None:
+def test_who_cannot_record_a_stop_ends_with_1_and_says_why():
     program = (
         "import os, signal, threading\n"
         "from llmtrain.training.stop import install\n"
@@ -186,8 +183,8 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
     ],
 )
 def test_a_save_that_outlasts_the_launchers_patience_is_said_with_the_value_to_export(
-    save: float, step: float, environ: dict[str, str], value: int | None
-) -> None:
+    save, step, environ, value
+):
     warning = stop.grace_warning(save, step, environ)
     if value is None:
         assert warning is None
@@ -197,7 +194,7 @@ def test_a_save_that_outlasts_the_launchers_patience_is_said_with_the_value_to_e
         assert stop.grace_warning(save, step, environ | {stop.GRACE: str(value)}) is None
 
 
-def test_a_run_that_is_over_is_not_stopped_any_more() -> None:
+def test_a_run_that_is_over_is_not_stopped_any_more():
     with stop.catching() as signals:
         signals.end()
         os.kill(os.getpid(), signal.SIGINT)
@@ -205,7 +202,7 @@ def test_a_run_that_is_over_is_not_stopped_any_more() -> None:
 
 
 @pytest.mark.launches
-def test_it_needs_the_standard_library_alone() -> None:
+def test_it_needs_the_standard_library_alone():
     program = (
         "import sys; before = set(sys.modules)\n"
         "import llmtrain.training.stop\n"
@@ -222,7 +219,7 @@ def test_it_needs_the_standard_library_alone() -> None:
         (True, "stopping after the step under way, with a checkpoint"),
     ],
 )
-def test_what_a_stop_waits_for_is_said(capfd, begun: bool, said: str) -> None:
+def test_what_a_stop_waits_for_is_said(capfd, begun, said):
     with stop.catching() as signals:
         if begun:
             signals.begin()
@@ -230,11 +227,11 @@ def test_what_a_stop_waits_for_is_said(capfd, begun: bool, said: str) -> None:
     assert capfd.readouterr().err == f"{said}\n"
 
 
-def test_the_first_signal_cuts_short_what_a_step_waits_for() -> None:
+def test_the_first_signal_cuts_short_what_a_step_waits_for():
     woken = threading.Event()
     calls = []
 
-    def wake() -> None:
+    def wake():
         calls.append(threading.current_thread())
         woken.set()
 

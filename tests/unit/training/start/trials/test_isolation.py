@@ -1,6 +1,5 @@
 """The check at start: models that hide documents pass, those that do not are refused."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import transformers
 from helpers.bases import small_fields
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
@@ -41,7 +40,7 @@ mended = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Threads that wait for each other on busy cores make small models a hundred times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -49,7 +48,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
+def build(kind, fields):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](vocab_size=64, pad_token_id=0, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -57,7 +56,7 @@ def build(kind: str, fields: dict[str, Any]) -> PreTrainedModel:
     return model.train()
 
 
-def check(model: PreTrainedModel, precision: str = "fp32", seq_len: int = SEQ_LEN) -> None:
+def check(model, precision="fp32", seq_len=SEQ_LEN):
     forward = bare_forward(model, CPU, precision)
     model.eval()
     with torch.no_grad():
@@ -66,13 +65,13 @@ def check(model: PreTrainedModel, precision: str = "fp32", seq_len: int = SEQ_LE
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", APART)
-def test_a_model_that_hides_documents_passes(kind: str, precision: str) -> None:
+def test_a_model_that_hides_documents_passes(kind, precision):
     check(build(kind, APART[kind]), precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", TOGETHER)
-def test_a_model_that_does_not_is_refused_by_name(kind: str, precision: str) -> None:
+def test_a_model_that_does_not_is_refused_by_name(kind, precision):
     model = build(kind, TOGETHER[kind])
     with pytest.raises(UserError) as caught:
         check(model, precision)
@@ -83,10 +82,8 @@ def test_a_model_that_does_not_is_refused_by_name(kind: str, precision: str) -> 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_kernel_that_does_not_cut_is_noticed(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def uncut(heads: Any, _: Any, dropout: float, scaling: float) -> Any:
+def test_a_kernel_that_does_not_cut_is_noticed(precision, monkeypatch):
+    def uncut(heads, _, dropout, scaling):
         return attention._causal(heads, dropout, scaling).transpose(1, 2)
 
     model = build("llama", APART["llama"])
@@ -98,7 +95,7 @@ def test_a_kernel_that_does_not_cut_is_noticed(
 class Carries(torch.nn.Module):
     """A model with a state along the row, which borders of documents reset if all rows are one."""
 
-    def __init__(self, *, takes_borders: bool) -> None:
+    def __init__(self, *, takes_borders):
         super().__init__()
         torch.manual_seed(0)
         self.config = LlamaConfig(vocab_size=64)
@@ -107,7 +104,7 @@ class Carries(torch.nn.Module):
         self.takes_borders = takes_borders
         self.asked: list[set[str]] = []
 
-    def forward(self, ids: torch.Tensor, **given: Any) -> Any:
+    def forward(self, ids, **given):
         self.asked.append(set(given))
         embedded = self.embed(ids)
         if not self.takes_borders or "cu_seq_lens_q" not in given:
@@ -121,9 +118,7 @@ class Carries(torch.nn.Module):
 
 
 @pytest.mark.parametrize("takes_borders", [True, False])
-def test_rows_are_joined_for_kernels_that_take_borders(
-    monkeypatch: pytest.MonkeyPatch, takes_borders: bool
-) -> None:
+def test_rows_are_joined_for_kernels_that_take_borders(monkeypatch, takes_borders):
     """On a GPU with such kernels installed; here a stand-in for them."""
     model: Any = Carries(takes_borders=takes_borders)
     tried = (model, bare_forward(model, CPU, "fp32"), CPU, "fp32", SEQ_LEN)
@@ -139,7 +134,7 @@ def test_rows_are_joined_for_kernels_that_take_borders(
             find_hiding(*tried)
 
 
-def test_logits_that_are_not_finite_are_refused() -> None:
+def test_logits_that_are_not_finite_are_refused():
     model = build("llama", APART["llama"])
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -148,12 +143,12 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 7])
-def test_short_blocks_are_checked_too(seq_len: int) -> None:
+def test_short_blocks_are_checked_too(seq_len):
     check(build("llama", APART["llama"]), seq_len=seq_len)
 
 
 @pytest.mark.parametrize("kinds", [APART, TOGETHER], ids=["passed", "refused"])
-def test_the_check_leaves_no_trace(kinds: dict[str, dict[str, Any]]) -> None:
+def test_the_check_leaves_no_trace(kinds):
     for kind, fields in kinds.items():
         model = build(kind, fields)
         before = {name: value.clone() for name, value in model.state_dict().items()}

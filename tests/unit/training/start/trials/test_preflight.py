@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.config import SMALLEST, written
@@ -14,7 +13,7 @@ from llmtrain.training.start.claim import rules_of_a_launch, rules_of_this_proce
 TWO = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
-def found(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> dict[str, str]:
+def found(folder, *overrides, env=None):
     """Key → message of what is wrong with a start of this process."""
     path = written(folder)
     here = f"run.dir={folder / 'run'}"
