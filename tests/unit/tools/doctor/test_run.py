@@ -305,7 +305,7 @@ def test_a_hub_that_takes_too_long_is_given_up(tmp_path, monkeypatch, look):
 BYTES = 3 * 4 * (2 * 2048 * 8 + 4 * 64 + 3 * 128 + 3 * 8)
 
 
-def test_ux_19_the_bytes_that_a_run_will_write_are_those_of_its_tensors(tmp_path):
+def test_the_bytes_that_a_run_will_write_are_those_of_its_tensors(tmp_path):
     looked = doctor.disk(case(tmp_path, text=SMALL))
     assert looked.state == "ok"
     assert f"{size(BYTES)} a checkpoint" in looked.found
