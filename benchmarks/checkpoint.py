@@ -252,7 +252,7 @@ def resume(config: str, steps: int) -> dict[str, Any]:
             original(run, step)
 
         search, fill = partial(timed, read.find), partial(timed, read.load_tensors)
-        with mock.patch.multiple(read, find=search, fill=fill), around(begin=begins):
+        with mock.patch.multiple(read, find=search, load_tensors=fill), around(begin=begins):
             again = load_config(config, [f"training.steps={steps + 1}"])
             train(again)
     lines = record.read(again.run_dir / contents.METRICS)

@@ -11,13 +11,10 @@ copies of the run's manifest, tokenizer and notes.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
@@ -27,7 +24,7 @@ from llmtrain.data.audit.ledger import LaneDocument, document_of, is_whole, repl
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import Block
-from llmtrain.data.manifest import DataManifest, has_other_sources
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream
 from llmtrain.data.stream import open_stream as open_blocks
@@ -37,43 +34,11 @@ from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.model.build import model_config
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
+from llmtrain.tools.data.scratch import scratch_copy_unless_other
 from llmtrain.training.start.data import FewSteps, few_steps
 from llmtrain.training.start.frozen import find_base
 from llmtrain.training.start.prepare import load_manifest, prepare
 from llmtrain.types import NOT_TRAINED, JsonObject
-
-FILES = (contents.MANIFEST, "skipped-units.jsonl")
-
-
-@contextmanager
-def aside(run_dir: Path | None) -> Iterator[Path]:
-    """Yield a temporary directory with the manifest, tokenizer and notes of a run, if any."""
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        if run_dir is not None:
-            _copy(run_dir.absolute(), Path(folder))
-        yield Path(folder)
-
-
-def aside_unless_other(config: Config) -> AbstractContextManager[Path]:
-    """Return what `aside` does for the run of `config`; empty if that run has other sources.
-
-    Looking at data is no part of a run, so an existing run does not limit which data can be seen.
-    """
-    manifest = config.run_dir / contents.MANIFEST
-    other = manifest.exists() and has_other_sources(manifest, data_settings(config))
-    return aside(None if other else config.run_dir)
-
-
-def _copy(run_dir: Path, folder: Path) -> None:
-    for name in FILES:
-        if (run_dir / name).exists():
-            shutil.copyfile(run_dir / name, folder / name)
-    if (run_dir / contents.TOKENIZER).is_dir():
-        shutil.copytree(run_dir / contents.TOKENIZER, folder / contents.TOKENIZER)
-    (folder / "footers").mkdir()
-    for footer in (run_dir / "footers").glob("*"):
-        (folder / "footers" / footer.name).symlink_to(footer)
-
 
 MEASURED_TOKENS = 1 << 19  # of blocks in which padding and cut documents are counted
 ESTIMATED = ("documents", "dropped", "replaced", "heldout", "bytes", "tokens")
@@ -186,7 +151,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     resumed, or a new one not begin: a model that cannot take its blocks or its tokenizer.
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
-    with aside_unless_other(config) as directory:
+    with scratch_copy_unless_other(config) as directory:
         is_new = not (directory / contents.MANIFEST).exists()
         prepare(config, directory, max(1, workers))
         if is_new:
@@ -402,7 +367,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     UserError for problems of the data.
     """
     workers = 0 if config.data.workers == "auto" else config.data.workers
-    with aside_unless_other(config) as directory:
+    with scratch_copy_unless_other(config) as directory:
         prepare(config, directory, world_size * max(1, workers))
         stream = open_blocks(
             load_manifest(config, directory),

@@ -35,7 +35,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.status import read_status
-from llmtrain.tools.data.inspect import aside
+from llmtrain.tools.data.scratch import scratch_copy
 from llmtrain.types import JsonMapping, JsonObject
 
 MAX_BLOCKS_TO_CHECK = 16_384  # replayed after the step, to reach one whose digest was logged
@@ -141,7 +141,7 @@ def which(
     pairs = zip(manifest.sources, start.weights, strict=True)
     weighted = tuple(replace(source, weight=weight) for source, weight in pairs)
     manifest = replace(manifest, sources=weighted)
-    with aside(run_dir) as directory:
+    with scratch_copy(run_dir) as directory:
         encoder = open_encoder(directory / contents.TOKENIZER, manifest)
         _check_data(manifest, encoder)
         reader = Reader(reading_of(data_settings(config), directory))

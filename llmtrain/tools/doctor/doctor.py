@@ -39,7 +39,7 @@ from llmtrain.distributed.plan.memory import checkpoint_bytes
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, lock
 from llmtrain.text import size
-from llmtrain.tools.data.inspect import aside
+from llmtrain.tools.data.scratch import scratch_copy
 from llmtrain.tools.doctor import machine
 from llmtrain.tools.doctor.context import (
     DoctorContext,
@@ -412,7 +412,7 @@ def data(context: DoctorContext, seconds: float = ANSWER_SECONDS) -> Verdict:
     workers = 0 if config.data.workers == "auto" else config.data.workers
     lanes_for, late = context.processes * max(1, workers), threading.Event()
     timer = threading.Timer(seconds, late.set)
-    with aside(config.run_dir) as folder, collect_warnings() as heard:
+    with scratch_copy(config.run_dir) as folder, collect_warnings() as heard:
         timer.start()
         try:
             found = survey(data_settings(config), lanes_for, folder, stop=late)
