@@ -6,13 +6,11 @@ of them, whose name says what breaks without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.attention.varlen  # registers torch.ops.torch_attn
-from torch import Tensor
 
 # Tensors without memory, whose forward is counted; and real tensors within such a forward.
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -86,12 +84,3 @@ def build_directory(extension: str) -> Path:
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(extension, verbose=False))
-
-
-def leaves(result: object) -> Iterator[Tensor]:
-    """Yield the tensors that an operation has returned."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for one in result:
-            yield from leaves(one)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain.cli.options import WIDTH, busy, show
 from llmtrain.distributed.plan.speed import HFU
 from llmtrain.errors import UserError
-from llmtrain.text import duration as in_words
-from llmtrain.text import short, size, wrap
+from llmtrain.text import duration, short, size, wrap
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.memory import Layout
@@ -99,7 +98,7 @@ def _duration(found: Plan) -> Iterator[str]:
         return
     if found.seconds is not None:
         why = "at that speed, without evaluations and saves"
-        yield from _label("duration", f"{in_words(found.seconds)} for {found.steps:,} steps, {why}")
+        yield from _label("duration", f"{duration(found.seconds)} for {found.steps:,} steps, {why}")
     elif found.steps is None:
         steps = "training.epochs: `llmtrain data inspect` says how many steps an epoch has"
         yield from _label("duration", f"not known of {steps}")

@@ -219,7 +219,7 @@ class Workers(Iterator[Block | Failed]):
 
     def _death(self) -> RunError:
         process = self.processes[self._turn]
-        process.join()
+        process.join(self.timeout_seconds)  # its pipe has ended, so it has, or is about to
         remedy = CONTINUES
         if process.exitcode == -signal.SIGKILL:
             remedy += "; if the machine was short of memory, with a smaller data.workers"

@@ -42,7 +42,6 @@ from llmtrain.torch_private import (
     GROUPED_PRODUCT,
     FakeTensorMode,
     TorchDispatchMode,
-    leaves,
     storage_id,
 )
 from llmtrain.types import Saved
@@ -257,6 +256,15 @@ class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         return operation(*args, **(kwargs or {}))
 
 
+def _leaves(result: object) -> Iterator[Tensor]:
+    """Yield the tensors that an operation has returned."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for one in result:
+            yield from _leaves(one)
+
+
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
     """The storages that operations have made and that are still alive.
 
@@ -282,7 +290,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             storage = result.untyped_storage()
             self._casts[storage_id(storage)] = storage.nbytes()
             weakref.finalize(storage, self._casts.pop, storage_id(storage))
-        for leaf in leaves(result):
+        for leaf in _leaves(result):
             if leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
