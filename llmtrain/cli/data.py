@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import (
-    WIDTH,
-    App,
-    AsJson,
-    ConfigFile,
-    Overrides,
-    ProgressLine,
-    RunDir,
-    busy,
-    show,
-)
+from llmtrain.cli import options
 from llmtrain.system import cores
 from llmtrain.text import columns, fit, harmless, wrap
 
@@ -56,7 +46,7 @@ def inspection(found: Inspection) -> Iterator[str]:
     cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
     yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
     if found.few_steps is not None:
-        first, *rest = wrap(str(found.few_steps), WIDTH - 10)
+        first, *rest = wrap(str(found.few_steps), options.WIDTH - 10)
         yield f"note      {first}"
         yield from (f"          {line}" for line in rest)
     if found.sequences is not None:
@@ -109,7 +99,9 @@ def _source(source: SourceFacts) -> Iterator[str]:
         yield f"{INDENT}{left} {right}".rstrip()
     if source.unread:
         keys = ", ".join(f"{harmless(key)} ({rows})" for key, rows in sorted(source.unread.items()))
-        for line in wrap(f"not read of its first rows (in how many): {keys}", WIDTH - len(INDENT)):
+        for line in wrap(
+            f"not read of its first rows (in how many): {keys}", options.WIDTH - len(INDENT)
+        ):
             yield INDENT + line
 
 
@@ -118,7 +110,7 @@ def _block(block: Shown) -> Iterator[str]:
     share = trained / max(1, len(block.text))
     padding = f", {block.padding:,} tokens of padding" if block.padding else ""
     source = "no source" if block.source is None else harmless(block.source)
-    yield fit(f"block {block.g} of {source}: {share:.0%} trained{padding}", WIDTH)
+    yield fit(f"block {block.g} of {source}: {share:.0%} trained{padding}", options.WIDTH)
     edges = [0, *block.borders, len(block.text)]
     texts = [_with_marks(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
@@ -143,14 +135,14 @@ def _with_marks(block: Shown, start: int, stop: int) -> str:
 
 def _text(text: str) -> Iterator[str]:
     """Yield the beginning of a text, and its length if there is more of it."""
-    lines = list(_lines(text[: SHOWN_LINES * WIDTH]))
+    lines = list(_lines(text[: SHOWN_LINES * options.WIDTH]))
     yield from lines[:SHOWN_LINES]
     if len(lines) > SHOWN_LINES:  # also true if the text was cut above, as lines are < WIDTH
         yield f"{INDENT}... ({len(text):,} characters)"
 
 
 def _lines(text: str) -> Iterator[str]:
-    for line in wrap(harmless(text), WIDTH - len(INDENT)):
+    for line in wrap(harmless(text), options.WIDTH - len(INDENT)):
         yield (INDENT + line).rstrip()
 
 
@@ -161,11 +153,11 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
     yield ""
     rows = [_row(document) for document in found.documents]
     head = ("block", "tokens", "source", "id", "title")
-    limits = (12, 11, 21, 16, WIDTH)
+    limits = (12, 11, 21, 16, options.WIDTH)
     widths = [
         min(limit, max(columns(row[i]) for row in [head, *rows])) for i, limit in enumerate(limits)
     ]
-    widths[-1] = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    widths[-1] = options.WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
     yield _in_columns(head, widths)
     for row, document in zip(rows, found.documents, strict=True):
         yield _in_columns(row, widths)
@@ -203,7 +195,7 @@ def _in_columns(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell + gap for cell, gap in zip(cells, gaps, strict=True)).rstrip()
 
 
-app = App()
+app = options.App()
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory, or the same.")]
 Jobs = Annotated[
@@ -214,52 +206,52 @@ Jobs = Annotated[
 
 @app.command(help="what a config would train on: counts, lengths, packing, the first blocks")
 def inspect(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
     blocks: Annotated[int, typer.Option(min=0, metavar="N", help="Blocks to show as text.")] = 3,
     documents: Annotated[
         int, typer.Option(min=0, metavar="N", help="Documents of a source to look at; 0 = all.")
     ] = 1000,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Look at a config's data, before a run or beside one."""
     from llmtrain.config.load import load_config
 
     loaded = load_config(config, overrides or [])
-    with busy("importing torch"):
+    with options.busy("importing torch"):
         from llmtrain.tools.data.inspect import inspect as look
 
         found = look(loaded, blocks=blocks, documents=documents)
-    show([json.dumps(found.to_json())] if as_json else inspection(found))
+    options.show([json.dumps(found.to_json())] if as_json else inspection(found))
 
 
 @app.command(help="the documents of a step, checked against the digest that the run logged")
 def which(
-    run: RunDir,
+    run: options.RunDir,
     step: Annotated[int, typer.Option(metavar="N", help="A step that the run has made.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[data.sources.N.path=PATH]...", help="Where the data is now."),
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Show what of them is in the step.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Name the documents of a step of a run."""
 
-    with busy("importing torch"):
+    with options.busy("importing torch"):
         from llmtrain.tools.data.which import which as find
 
         found = find(run, step, overrides=overrides or [], text=text)
-    show([json.dumps(found.to_json())] if as_json else step_documents(found))
+    options.show([json.dumps(found.to_json())] if as_json else step_documents(found))
 
 
 @app.command(help="tokens of all documents as Megatron .bin and .idx; the same command continues")
 def tokenize(
-    config: ConfigFile,
+    config: options.ConfigFile,
     out: Out,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     jobs: Jobs = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write the token cache of a config's sources."""
     told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
@@ -284,7 +276,7 @@ def repack(
         str, typer.Option(metavar="NAME", help="The column for the lines of text files.")
     ] = "text",
     jobs: Jobs = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Rewrite data files in small row groups."""
     told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
@@ -317,7 +309,7 @@ def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int]
 
     words: makes the line from the tasks done, the number of tasks and the amount so far
     """
-    line = ProgressLine(wait=False)
+    line = options.ProgressLine(wait=False)
 
     def tell(done: int, of: int, amount: int) -> None:
         if line.is_due() or done == of:
@@ -332,6 +324,6 @@ def _show(result: Tokenized | Repacked, as_json: bool, out: Path) -> None:
     if as_json:
         print(json.dumps(values))
         return
-    show(str(out / name) for name in result.files)
+    options.show(str(out / name) for name in result.files)
     facts = [f"{value:,} {key}" for key, value in values.items() if isinstance(value, int)]
     print(f"{', '.join(facts)} in {result.seconds:.1f} s")

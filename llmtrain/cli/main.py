@@ -15,20 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from llmtrain.cli import checkpoints, config, data, use
-from llmtrain.cli.options import (
-    AccelerateFile,
-    App,
-    AsJson,
-    CommandGroup,
-    ConfigFile,
-    LogLine,
-    Overrides,
-    RunDir,
-    configs,
-    recipes,
-    runs,
-)
+from llmtrain.cli import checkpoints, config, data, options, use
 from llmtrain.errors import NOT_ON_WINDOWS, UserError
 from llmtrain.text import harmless
 
@@ -39,7 +26,7 @@ _SUMMARY = "Train language models: exact, resumable, any number of devices."
 _OPTIONS = "--version  --help  --install-completion"
 
 
-class _Grouped(CommandGroup):
+class _Grouped(options.CommandGroup):
     """A group of commands whose help has a heading for each `rich_help_panel`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -54,7 +41,7 @@ class _Grouped(CommandGroup):
         formatter.write(f"\n{'Options':<10} {_OPTIONS}\n")
 
 
-app = App(_Grouped)
+app = options.App(_Grouped)
 
 
 def _version(wanted: bool) -> None:
@@ -110,7 +97,9 @@ def init(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which one; without: the list.", autocompletion=recipes),
+        typer.Option(
+            metavar="NAME", help="Which one; without: the list.", autocompletion=options.recipes
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of NAME.yaml in this folder.")
@@ -130,15 +119,17 @@ def doctor(
     config: Annotated[
         str | None,
         typer.Argument(
-            metavar="CONFIG", help="A YAML file; without: the machine.", autocompletion=configs
+            metavar="CONFIG",
+            help="A YAML file; without: the machine.",
+            autocompletion=options.configs,
         ),
     ] = None,
-    overrides: Overrides = None,
-    accelerate: AccelerateFile = None,
+    overrides: options.Overrides = None,
+    accelerate: options.AccelerateFile = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave a check out; repeatable.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Look at everything that a start and a run rely on; exit code 2 if anything is an error."""
     from llmtrain.cli.doctor import show
@@ -148,8 +139,8 @@ def doctor(
 
 @app.command(rich_help_panel="Start", help="memory, strategy and speed before you pay for them")
 def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
     devices: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices of a node; as there are here.")
     ] = None,
@@ -164,7 +155,7 @@ def plan(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the config for accelerate launch.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Plan memory and speed of a run on some devices; exit code 2 if it fits nowhere."""
     from llmtrain.cli.plan_view import show_plan
@@ -179,9 +170,9 @@ def plan(
     epilog="Example: llmtrain train mine.yaml training.steps=50; `llmtrain init` writes a config",
 )
 def train(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    accelerate: AccelerateFile = None,
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
+    accelerate: options.AccelerateFile = None,
     processes: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Start accelerate launch with N processes."),
@@ -200,9 +191,9 @@ def train(
 
 @app.command(rich_help_panel="Train", help="look at a run while it runs")
 def watch(
-    run: RunDir,
+    run: options.RunDir,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the progress of a run, from its files alone; nothing is written."""
     from llmtrain.cli.watch import watch as start
@@ -235,7 +226,7 @@ def supervise(
 def report(
     run: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="Run directories.", autocompletion=runs),
+        typer.Argument(metavar="RUN", help="Run directories.", autocompletion=options.runs),
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of RUN/report.html.")
@@ -288,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {NOT_ON_WINDOWS}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     if logging.lastResort is not None:  # it prints the warnings of libraries to the terminal
-        logging.lastResort.setFormatter(LogLine())
+        logging.lastResort.setFormatter(options.LogLine())
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed: the command still does its work
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115

@@ -12,16 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from llmtrain.config import schema
 from llmtrain.config.checks import evaluates
 from llmtrain.config.keys import general_name
-from llmtrain.config.schema import (
-    AdapterConfig,
-    ChatConfig,
-    Config,
-    DataConfig,
-    DocumentsConfig,
-    Section,
-)
 from llmtrain.config.yaml12 import write
 from llmtrain.errors import Problem
 
@@ -68,7 +61,10 @@ _NEWER: Mapping[str, object] = {
     "training.loss_kernel": "auto",
     "training.z_loss": 0.0,
 }
-_NEWER_SECTIONS: Mapping[str, type[Section]] = {"chat": ChatConfig, "adapter": AdapterConfig}
+_NEWER_SECTIONS: Mapping[str, type[schema.Section]] = {
+    "chat": schema.ChatConfig,
+    "adapter": schema.AdapterConfig,
+}
 _NO_DEFAULT = object()
 
 
@@ -94,7 +90,7 @@ class Bound:
     digest: str
 
 
-def bind(config: Config) -> Bound:
+def bind(config: schema.Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
     unset, idle = _unset(), ("adapter.",) if config.adapter.kind == "none" else ()
@@ -123,17 +119,17 @@ class DataSettings:
     values: the binding values that decide the blocks and what is held out
     """
 
-    data: DataConfig
-    chat: ChatConfig
+    data: schema.DataConfig
+    chat: schema.ChatConfig
     epochs: float | None
-    evaluation: tuple[DocumentsConfig, ...]
+    evaluation: tuple[schema.DocumentsConfig, ...]
     seed: int
     timeout_minutes: float
     accepted: tuple[str, ...]
     values: Mapping[str, object]
 
 
-def data_settings(config: Config) -> DataSettings:
+def data_settings(config: schema.Config) -> DataSettings:
     """Return the settings of a config that concern the data."""
     return DataSettings(
         data=config.data,
@@ -185,7 +181,7 @@ def way_out(key: str) -> str:
     return f"checkpoint.accept_changes=[{key}] if it is meant, or another run.dir"
 
 
-def dump(config: Config, *, whole: bool = True) -> str:
+def dump(config: schema.Config, *, whole: bool = True) -> str:
     """Return the config as YAML, which `load_config` reads back as an equal config.
 
     whole: with the keys that nobody has set, too

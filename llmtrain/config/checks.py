@@ -13,22 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from llmtrain.config import secrets
+from llmtrain.config import schema, secrets
 from llmtrain.config.keys import all_keys, general_name, sections
-from llmtrain.config.schema import (
-    AdapterConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DistributedConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    Section,
-    TrainingConfig,
-)
 from llmtrain.errors import Problem
 from llmtrain.text import DURATION, parse_duration
 from llmtrain.types import Algorithm, JsonMapping
@@ -76,13 +62,13 @@ _STRATEGIES: Mapping[Algorithm, tuple[str, ...]] = {
 }
 
 
-def check(config: Config) -> list[Problem]:
+def check(config: schema.Config) -> list[Problem]:
     """Return every problem that the schema cannot find, for a Config not read from a file."""
     found = secrets.problems(secrets.in_config(config.model_dump(by_alias=True)))
     return [*found, *apply(RULES, dict(config))]
 
 
-def apply(rules: Iterable[Rule], valid: Mapping[str, Section]) -> Iterator[Problem]:
+def apply(rules: Iterable[Rule], valid: Mapping[str, schema.Section]) -> Iterator[Problem]:
     """Yield what the rules find, as far as the sections that they check are valid."""
     for rule in rules:
         names = inspect.signature(rule).parameters.keys()
@@ -91,7 +77,10 @@ def apply(rules: Iterable[Rule], valid: Mapping[str, Section]) -> Iterator[Probl
 
 
 def check_paths(
-    run: RunConfig, model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig
+    run: schema.RunConfig,
+    model: schema.ModelConfig,
+    data: schema.DataConfig,
+    evaluation: schema.EvaluationConfig,
 ) -> Iterator[Problem]:
     """Check that no path is longer than Linux takes, as a whole or between two slashes."""
     paths = {"run.dir": run.dir, "model.from": model.from_, "model.tokenizer": model.tokenizer}
@@ -104,7 +93,7 @@ def check_paths(
             yield Problem(key, f"{str(path)[:_SHOWN]}…", expected)
 
 
-def check_model(model: ModelConfig) -> Iterator[Problem]:
+def check_model(model: schema.ModelConfig) -> Iterator[Problem]:
     """Check where the model and its tokenizer come from, and the model's own fields."""
     for path, value in secrets.leaves(model.config):
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
@@ -130,7 +119,7 @@ def check_model(model: ModelConfig) -> Iterator[Problem]:
 
 
 def check_adapter(
-    model: ModelConfig, adapter: AdapterConfig, distributed: DistributedConfig
+    model: schema.ModelConfig, adapter: schema.AdapterConfig, distributed: schema.DistributedConfig
 ) -> Iterator[Problem]:
     """Check that adapters have a base, frozen as a whole, and that of qlora is not split."""
     kind, strategy = adapter.kind, distributed.strategy
@@ -155,7 +144,7 @@ def unsplit(strategy: str) -> Problem:
     return Problem("distributed.strategy", strategy, expected, "adapter.kind=lora, or ddp")
 
 
-def check_length(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
+def check_length(model: schema.ModelConfig, data: schema.DataConfig) -> Iterator[Problem]:
     """Check that blocks are not longer than the model's positions."""
     for name in _LONGEST:
         longest = model.config.get(name)
@@ -165,7 +154,7 @@ def check_length(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
             yield Problem("data.seq_len", data.seq_len, expected, remedy)
 
 
-def check_packing(data: DataConfig) -> Iterator[Problem]:
+def check_packing(data: schema.DataConfig) -> Iterator[Problem]:
     """Check that the document mask is not turned off with a packing that needs it."""
     if data.packing not in ("auto", "concat") and data.document_mask is False:
         with_packing = f"true or auto with data.packing {data.packing}"
@@ -174,7 +163,7 @@ def check_packing(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.document_mask", False, expected, remedy)
 
 
-def check_duration(training: TrainingConfig) -> Iterator[Problem]:
+def check_duration(training: schema.TrainingConfig) -> Iterator[Problem]:
     """Check that exactly one key sets the length of the run."""
     steps, epochs = training.steps, training.epochs
     expected = "exactly one of training.steps and training.epochs"
@@ -187,7 +176,7 @@ def check_duration(training: TrainingConfig) -> Iterator[Problem]:
         yield Problem("training.steps", value, expected, f"{by_epochs}, or {by_steps}")
 
 
-def check_micro_batch(training: TrainingConfig) -> list[Problem]:
+def check_micro_batch(training: schema.TrainingConfig) -> list[Problem]:
     """Check that the global batch is a multiple of the micro-batch."""
     micro, total = training.micro_batch_size, training.global_batch_size
     if micro == "auto" or total % micro == 0:
@@ -196,7 +185,7 @@ def check_micro_batch(training: TrainingConfig) -> list[Problem]:
     return [Problem("training.global_batch_size", total, expected, _nearest(total, micro))]
 
 
-def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
+def check_batch(training: schema.TrainingConfig, world_size: int) -> list[Problem]:
     """Check that the global batch can be split over `world_size` processes, and micro-batches."""
     if world_size == 1:
         return check_micro_batch(training)
@@ -214,7 +203,7 @@ def check_batch(training: TrainingConfig, world_size: int) -> list[Problem]:
     return [Problem("training.global_batch_size", total, expected, remedy)]
 
 
-def check_compile(training: TrainingConfig, data: DataConfig) -> Iterator[Problem]:
+def check_compile(training: schema.TrainingConfig, data: schema.DataConfig) -> Iterator[Problem]:
     """Check that a whole model is not compiled where documents are hidden from each other."""
     if training.compile == "model" and data.document_mask is True:
         yield whole_with_documents()
@@ -229,7 +218,7 @@ def whole_with_documents() -> Problem:
     return Problem("training.compile", "model", expected, "training.compile=blocks")
 
 
-def check_warmup(optimizer: OptimizerConfig) -> Iterator[Problem]:
+def check_warmup(optimizer: schema.OptimizerConfig) -> Iterator[Problem]:
     """Check that the warm-up is a whole number of steps, or a share of them below 1."""
     steps = optimizer.warmup_steps
     if steps > 1 and not float(steps).is_integer():
@@ -237,7 +226,7 @@ def check_warmup(optimizer: OptimizerConfig) -> Iterator[Problem]:
         yield Problem("optimizer.warmup_steps", steps, expected, f"{round(steps)}")
 
 
-def check_retention(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+def check_retention(checkpoint: schema.CheckpointConfig) -> Iterator[Problem]:
     """Check that the checkpoints to keep permanently are ever written."""
     every, keep = checkpoint.every_steps, checkpoint.keep_every
     if keep % every:
@@ -245,13 +234,15 @@ def check_retention(checkpoint: CheckpointConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every", keep, expected, _nearest(keep, every))
 
 
-def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
+def evaluates(data: schema.DataConfig, evaluation: schema.EvaluationConfig) -> bool:
     """Whether the run has documents to evaluate on."""
     return data.heldout > 0 or bool(evaluation.sources)
 
 
 def check_best(
-    checkpoint: CheckpointConfig, data: DataConfig, evaluation: EvaluationConfig
+    checkpoint: schema.CheckpointConfig,
+    data: schema.DataConfig,
+    evaluation: schema.EvaluationConfig,
 ) -> Iterator[Problem]:
     """Check that best checkpoints are not asked for without an evaluation that ranks them."""
     asked = "keep_best" in checkpoint.model_fields_set and checkpoint.keep_best
@@ -261,7 +252,9 @@ def check_best(
         yield Problem("checkpoint.keep_best", checkpoint.keep_best, expected, remedy)
 
 
-def check_patience(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
+def check_patience(
+    data: schema.DataConfig, evaluation: schema.EvaluationConfig
+) -> Iterator[Problem]:
     """Check that there are evaluations to lose patience with."""
     if evaluation.patience is not None and not evaluates(data, evaluation):
         expected = "null without an evaluation: data.heldout is 0, evaluation.sources is empty"
@@ -269,7 +262,9 @@ def check_patience(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[P
         yield Problem("evaluation.patience", evaluation.patience, expected, remedy)
 
 
-def check_optimizer(optimizer: OptimizerConfig, distributed: DistributedConfig) -> list[Problem]:
+def check_optimizer(
+    optimizer: schema.OptimizerConfig, distributed: schema.DistributedConfig
+) -> list[Problem]:
     """Check that the strategy, if one is named, can run the optimizer."""
     asked = distributed.strategy
     if asked == "auto" or asked in strategies_with(optimizer.name, [asked]):
@@ -291,14 +286,14 @@ def strategy_problem(optimizer: Algorithm, strategy: str) -> Problem:
     return Problem("optimizer.name", optimizer, expected, remedy)
 
 
-def check_stop_after(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+def check_stop_after(checkpoint: schema.CheckpointConfig) -> Iterator[Problem]:
     """Check that `stop_after` is a length of time."""
     value = checkpoint.stop_after
     if value is not None and not parse_duration(value):
         yield Problem("checkpoint.stop_after", value, DURATION)
 
 
-def check_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+def check_resume(checkpoint: schema.CheckpointConfig) -> Iterator[Problem]:
     """Check that `resume` names a checkpoint of this run, and not the path of other weights."""
     value = checkpoint.resume
     if not re.fullmatch(r"auto|never|step-\d{8,18}", value):
@@ -308,7 +303,7 @@ def check_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", value, expected, remedy)
 
 
-def check_accepted(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+def check_accepted(checkpoint: schema.CheckpointConfig) -> Iterator[Problem]:
     """Check that accepted names are keys or sections: others would be ignored silently."""
     for name in checkpoint.accept_changes:
         known, general = {key.name for key in all_keys()} | sections(), general_name(name)
@@ -319,7 +314,9 @@ def check_accepted(checkpoint: CheckpointConfig) -> Iterator[Problem]:
             yield Problem("checkpoint.accept_changes", name, expected, remedy)
 
 
-def check_profile(training: TrainingConfig, logging: LoggingConfig) -> Iterator[Problem]:
+def check_profile(
+    training: schema.TrainingConfig, logging: schema.LoggingConfig
+) -> Iterator[Problem]:
     """Check that the steps to profile are a range within the run."""
     if logging.profile_steps is None:
         return

@@ -18,15 +18,8 @@ import pyarrow as pa
 
 from llmtrain import system
 from llmtrain.data.chat.rows import needed_columns, refused_columns
+from llmtrain.data.documents import lines
 from llmtrain.data.documents.elements import ranges
-from llmtrain.data.documents.lines import (
-    DECODED_LIMIT,
-    MIB,
-    columns_of,
-    decoded_size,
-    is_part_of,
-    too_large,
-)
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
 from llmtrain.data.documents.skipped import UnreadableError, readable
@@ -40,9 +33,9 @@ from llmtrain.text import first_line, harmless
 _log = logging.getLogger(__name__)
 
 UNITS_PER_LANE = 4
-SLICE_BYTES = 16 * MIB
-RANGE_BYTES = 4 * MIB
-MIN_RANGE_BYTES = {False: 16 * 1024, True: MIB}  # by `Source.remote`: each request takes time
+SLICE_BYTES = 16 * lines.MIB
+RANGE_BYTES = 4 * lines.MIB
+MIN_RANGE_BYTES = {False: 16 * 1024, True: lines.MIB}  # by `Source.remote`: each request takes time
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
 PLAIN = (
@@ -132,13 +125,16 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> FileLook 
             # Raise UnreadableError for a compressed file that is too large: it can only be read
             # whole.
             with reader.units.open(source, file) as opened:
-                if decoded_size(opened, compression, source.files[file].size) > DECODED_LIMIT:
-                    raise UnreadableError(too_large(source.where(file)))
+                if (
+                    lines.decoded_size(opened, compression, source.files[file].size)
+                    > lines.DECODED_LIMIT
+                ):
+                    raise UnreadableError(lines.too_large(source.where(file)))
         if kind == "text":
             compressed = bool(compression)
             size = source.files[file].size
-            if source.whole_files and size > DECODED_LIMIT:
-                raise UnreadableError(too_large(source.where(file)))
+            if source.whole_files and size > lines.DECODED_LIMIT:
+                raise UnreadableError(lines.too_large(source.where(file)))
             whole = compressed or source.whole_files
             parts = (
                 [FilePart(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
@@ -281,7 +277,7 @@ def text_size(source: Source, unit: Unit, reader: Reader) -> float:
         return token_cache.num_tokens(source, unit)
     if unit.group < 0:
         return unit.stop - unit.start
-    names = columns_of(replace(source, id_column=None))
+    names = lines.columns_of(replace(source, id_column=None))
     if (file_format(source.files[unit.file].name) or ("",))[0] == "arrow":
         batch = reader.units.batches(source, unit.file)[unit.group]
         part = batch.slice(unit.start, unit.stop - unit.start)
@@ -291,7 +287,7 @@ def text_size(source: Source, unit: Unit, reader: Reader) -> float:
     text = sum(
         column.total_uncompressed_size
         for column in columns
-        if any(is_part_of(column.path_in_schema, name) for name in names)
+        if any(lines.is_part_of(column.path_in_schema, name) for name in names)
     )
     return float(text * (unit.stop - unit.start) / group.num_rows)
 

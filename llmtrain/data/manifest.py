@@ -21,15 +21,7 @@ import xxhash
 from llmtrain.config.binding import DataSettings, changes, way_out
 from llmtrain.config.schema import PackingName, SourceConfig
 from llmtrain.data.chat.rows import READING
-from llmtrain.data.sources.local import (
-    SAMPLE,
-    File,
-    edges_digest,
-    is_index,
-    is_local,
-    locate,
-    resolve,
-)
+from llmtrain.data.sources import local
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import JsonMapping, JsonObject
@@ -79,7 +71,7 @@ class Source:
     root: str
     remote: bool
     revision: str | None
-    files: tuple[File, ...]
+    files: tuple[local.File, ...]
     text_column: str
     id_column: str | None
     weight: float
@@ -95,7 +87,7 @@ class Source:
     @property
     def cached(self) -> bool:
         """Whether it is a token cache, not text. Its units are then documents of an `.idx`."""
-        return any(is_index(file.name) for file in self.files)
+        return any(local.is_index(file.name) for file in self.files)
 
     def where(self, file: int) -> str:
         """Return the path or hf:// address of a file."""
@@ -276,18 +268,18 @@ def has_other_sources(path: Path, settings: DataSettings) -> bool:
 
 def _was_moved(entry: JsonObject, now: SourceConfig, key: str) -> bool:
     """Whether the new path is on this machine and has exactly the files of a stored source."""
-    if entry["remote"] or not (now.path == SAMPLE or is_local(now.path)):
+    if entry["remote"] or not (now.path == local.SAMPLE or local.is_local(now.path)):
         return False
-    stored = tuple(File(**file) for file in entry["files"])
+    stored = tuple(local.File(**file) for file in entry["files"])
     try:
-        root = Path(locate(now, key))
-        there = resolve(now, key).files
+        root = Path(local.locate(now, key))
+        there = local.resolve(now, key).files
     except UserError:
         return False  # reported when the source is read
     # A run may have begun with all splits of a directory, see `sources/local.py`.
     moved = [root / file.name for file in stored]
     same = all(
-        path.is_file() and (path.stat().st_size, edges_digest(path)) == file[1:]
+        path.is_file() and (path.stat().st_size, local.edges_digest(path)) == file[1:]
         for path, file in zip(moved, stored, strict=True)
     )
     return same and {file.name for file in there} <= {file.name for file in stored}
@@ -310,7 +302,7 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> DataManifest:
         )
     sources = []
     for index, (entry, now) in enumerate(zip(stored["sources"], configured, strict=True)):
-        root = entry["root"] if entry["remote"] else locate(now, f"data.sources.{index}.path")
+        root = entry["root"] if entry["remote"] else local.locate(now, f"data.sources.{index}.path")
         sources.append(_source(entry, root, now.weight))
     return DataManifest(
         sources=tuple(sources),
@@ -360,7 +352,7 @@ def _source(entry: JsonObject, root: str, weight: float) -> Source:
         root=root,
         remote=entry["remote"],
         revision=entry["revision"],
-        files=tuple(File(**file) for file in entry["files"]),
+        files=tuple(local.File(**file) for file in entry["files"]),
         text_column=entry["columns"]["text"],
         id_column=entry["columns"]["id"],
         form=entry.get("form"),

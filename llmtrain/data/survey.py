@@ -23,17 +23,9 @@ from typing import TypeVar
 from llmtrain import system
 from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
-from llmtrain.data import heldout
+from llmtrain.data import file_parts, heldout
 from llmtrain.data.chat.rows import BadRowError, contents, form_of, our_names, to_example
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
-from llmtrain.data.file_parts import (
-    FilePart,
-    cut,
-    first_columns,
-    inspect,
-    missing_column,
-    text_size,
-)
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.fetch import Stopping
@@ -52,7 +44,7 @@ def with_form(source: Source, key: str, reader: Reader) -> Source:
 
     Raises UserError for columns that the source lacks, and for judged answers (`form_of`).
     """
-    there = first_columns(source, key, reader)
+    there = file_parts.first_columns(source, key, reader)
     if not there:
         return source
     columns = f"{key}.columns"
@@ -147,7 +139,7 @@ def survey(
     sources = [
         replace(
             source,
-            units=tuple(cut(parts, lanes)),
+            units=tuple(file_parts.cut(parts, lanes)),
             max_epochs=max_epochs(source, settings.epochs),
         )
         for source, parts in drafts
@@ -158,7 +150,7 @@ def survey(
 
 
 def _lanes(
-    drafts: Sequence[tuple[Source, list[FilePart]]],
+    drafts: Sequence[tuple[Source, list[file_parts.FilePart]]],
     processes: int,
     settings: DataSettings,
     reader: Reader,
@@ -171,7 +163,7 @@ def _lanes(
     if not all(chat) and not (any(chat) and ends):
         return by_default
     units = sum(1 if unit.group < 0 else unit.stop - unit.start for _, unit in found)
-    nbytes = sum(text_size(source, unit, reader) for source, unit in found)
+    nbytes = sum(file_parts.text_size(source, unit, reader) for source, unit in found)
     few = default_chat_lanes(processes, units, nbytes / (BYTES_A_TOKEN * settings.data.seq_len))
     return few if all(chat) or few == 1 else by_default
 
@@ -183,7 +175,9 @@ def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source
     """
     reader = Reader(reading)
     drafts = _each(lambda one: _draft(*one, reader), _own_evaluation(settings.evaluation))
-    sources = [replace(s, units=tuple(cut(parts, 1)), id_column=None) for s, parts in drafts]
+    sources = [
+        replace(s, units=tuple(file_parts.cut(parts, 1)), id_column=None) for s, parts in drafts
+    ]
     return tuple(heldout.all_held_out(s, k, settings.seed) for k, s in enumerate(sources))
 
 
@@ -380,7 +374,7 @@ def _each(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 def _draft(
     configured: SourceConfig, label: str, key: str, reader: Reader
-) -> tuple[Source, list[FilePart]]:
+) -> tuple[Source, list[file_parts.FilePart]]:
     """Return a source without its units, and the parts from which they are cut."""
     reading = reader.reading
     resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
@@ -405,7 +399,7 @@ def _draft(
         raise UserError(Problem(f"{key}.columns", configured.columns, expected))
     if not asks_text and not source.cached:
         source = with_form(source, key, reader)
-    parts, columns = inspect(source, key, reader)
+    parts, columns = file_parts.inspect(source, key, reader)
     if not parts:
         files = range(len(source.files))
         why = "are left out" if any(reader.skips_file(source, i) for i in files) else "are empty"
@@ -414,7 +408,9 @@ def _draft(
     name = configured.id_column
     present = all(name in found for found in columns)
     if not present and "id_column" in configured.model_fields_set:
-        raise UserError(missing_column(f"{key}.id_column", name, configured.path, columns[0]))
+        raise UserError(
+            file_parts.missing_column(f"{key}.id_column", name, configured.path, columns[0])
+        )
     return replace(source, id_column=name if present else None), parts
 
 

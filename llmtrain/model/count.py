@@ -32,18 +32,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
+from llmtrain import torch_private
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.model import attention, shape, trainable
 from llmtrain.model.loss import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
-from llmtrain.torch_private import (
-    CAST,
-    GROUPED_PRODUCT,
-    FakeTensorMode,
-    TorchDispatchMode,
-    storage_id,
-)
 from llmtrain.types import Saved
 
 _BF16_BYTES = 2
@@ -238,20 +232,20 @@ def fake_tensors() -> Iterator[None]:
     masking_utils.find_packed_sequence_indices = lambda _positions: None
     silent, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
-        with FakeTensorMode(), _Experts():  # type: ignore[no-untyped-call]  # as below
+        with torch_private.FakeTensorMode(), _Experts():  # type: ignore[no-untyped-call]  # as below
             yield
     finally:
         masking_utils.find_packed_sequence_indices = own
         _FAKE_LOG.disabled = silent
 
 
-class _Experts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
+class _Experts(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
     """The product of a mixture's experts in fp32; on fake tensors torch supports only bf16."""
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if operation is GROUPED_PRODUCT and args[0].dtype == torch.float32:
+        if operation is torch_private.GROUPED_PRODUCT and args[0].dtype == torch.float32:
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         return operation(*args, **(kwargs or {}))
 
@@ -265,7 +259,7 @@ def _leaves(result: object) -> Iterator[Tensor]:
             yield from _leaves(one)
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
+class _Live(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
     """The storages that operations have made and that are still alive.
 
     first: the edge of the graph into the first block; None if nothing before it is trained.
@@ -274,8 +268,10 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no stub for it
         self.first: GradientEdge | None = None
-        self._weights = {storage_id(p.untyped_storage()) for p in model.parameters()}
-        self._known = self._weights | {storage_id(b.untyped_storage()) for b in model.buffers()}
+        self._weights = {torch_private.storage_id(p.untyped_storage()) for p in model.parameters()}
+        self._known = self._weights | {
+            torch_private.storage_id(b.untyped_storage()) for b in model.buffers()
+        }
         self._alive: dict[int, tuple[bool, int]] = {}
         self._casts: dict[int, int] = {}  # copies of weights, not in _alive
         self._in_block = False
@@ -285,18 +281,18 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        is_cast = operation is CAST
-        if is_cast and storage_id(args[0].untyped_storage()) in self._weights:
+        is_cast = operation is torch_private.CAST
+        if is_cast and torch_private.storage_id(args[0].untyped_storage()) in self._weights:
             storage = result.untyped_storage()
-            self._casts[storage_id(storage)] = storage.nbytes()
-            weakref.finalize(storage, self._casts.pop, storage_id(storage))
+            self._casts[torch_private.storage_id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self._casts.pop, torch_private.storage_id(storage))
         for leaf in _leaves(result):
             if leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage_id(storage)
+        key = torch_private.storage_id(storage)
         if key not in self._alive and key not in self._casts and key not in self._known:
             self._alive[key] = (self._in_block, storage.nbytes())
             self._size += storage.nbytes()

@@ -17,15 +17,9 @@ from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
 from llmtrain.distributed.launch.named import one_sided
+from llmtrain.distributed.plan import strategy
 from llmtrain.distributed.plan.memory import Hardware, Work, arithmetic_of, checkpoint_bytes, memory
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
-from llmtrain.distributed.plan.strategy import (
-    Choice,
-    PlannedLayout,
-    choose_strategy,
-    missing,
-    possible,
-)
 from llmtrain.errors import Problem, raise_any
 from llmtrain.model import trainable
 from llmtrain.model.count import CannotCountError
@@ -120,7 +114,7 @@ class Plan:
         what is chosen may not fit
     """
 
-    choice: Choice
+    choice: strategy.Choice
     shape: ModelShape
     work: Work
     hardware: Hardware
@@ -134,7 +128,7 @@ class Plan:
     uncounted: str | None = None
 
     @property
-    def chosen(self) -> PlannedLayout | None:
+    def chosen(self) -> strategy.PlannedLayout | None:
         """The candidate that a run would choose; None if nothing fits."""
         return self.choice.chosen
 
@@ -232,7 +226,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
     work = planning.work(config, precision, cpu=hardware.cpu)
     allowed, uncounted = planning.strategies_for(config, {}), None
     try:
-        choice = choose_strategy(model.shape, model.count, work, hardware, allowed)
+        choice = strategy.choose_strategy(model.shape, model.count, work, hardware, allowed)
     except CannotCountError as error:
         uncounted = str(error)
         choice = _without_count(model.shape, work, hardware, allowed, uncounted)
@@ -255,26 +249,26 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
 
 def _without_count(
     shape: ModelShape, work: Work, hardware: Hardware, allowed: tuple[str, ...], why: str
-) -> Choice:
+) -> strategy.Choice:
     """Return what is known of each strategy; a start uses the first, whatever it needs."""
     candidates = []
-    for name in possible(shape, work, hardware, allowed):
+    for name in strategy.possible(shape, work, hardware, allowed):
         layout = planning.layout_by_tokens(name, work, hardware)
         known = memory(shape, Saved(0, 0, 0, 0), work, layout, hardware)
-        lacking = missing(known, hardware)
+        lacking = strategy.missing(known, hardware)
         words = f"more than {size(known.total_bytes)} a device" if lacking else ""
-        candidates.append(PlannedLayout(layout, known, lacking, words, None))
-    return Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
+        candidates.append(strategy.PlannedLayout(layout, known, lacking, words, None))
+    return strategy.Choice(candidates[0], f"memory was not planned: {why}", tuple(candidates))
 
 
-def _unknown(one: PlannedLayout) -> JsonObject:
+def _unknown(one: strategy.PlannedLayout) -> JsonObject:
     """Return the values of a row that change if the forward cannot be counted."""
     parts = {name: None if name in UNCOUNTED else size for name, size in one.memory.parts.items()}
     fits = None if one.fits else False
     return {"parts": parts, "total_bytes": None, "host_bytes": None, "fits": fits}
 
 
-def _suggestions(near: PlannedLayout, shape: ModelShape) -> Iterator[str]:
+def _suggestions(near: strategy.PlannedLayout, shape: ModelShape) -> Iterator[str]:
     """Yield remedies that make the nearest miss fit, or need less memory.
 
     8-bit moments need a quarter of the memory; adapters have almost no gradients and moments.
@@ -286,7 +280,7 @@ def _suggestions(near: PlannedLayout, shape: ModelShape) -> Iterator[str]:
     yield from _adapters(near, shape)
 
 
-def _adapters(near: PlannedLayout, shape: ModelShape) -> Iterator[str]:
+def _adapters(near: strategy.PlannedLayout, shape: ModelShape) -> Iterator[str]:
     """Yield what adapters would save; in four bits a weight of 32 takes about an eighth."""
     parts, where = near.memory.parts, near.layout.strategy
     if not parts["optimizer"] or shape.adapted:
@@ -297,7 +291,7 @@ def _adapters(near: PlannedLayout, shape: ModelShape) -> Iterator[str]:
     yield f"adapter.kind=qlora, on CUDA, would save up to {size(saved)} of {where}"
 
 
-def _row(one: PlannedLayout, chosen: bool) -> JsonObject:
+def _row(one: strategy.PlannedLayout, chosen: bool) -> JsonObject:
     return {
         "name": one.layout.strategy,
         "chosen": chosen,
@@ -344,7 +338,9 @@ def _precision(config: Config, hardware: Hardware) -> tuple[str, str]:
     return "bf16", "assumed of devices that are not here"
 
 
-def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -> Iterator[Speed]:
+def _speeds(
+    model: PaperModel, work: Work, choice: strategy.Choice, hardware: Hardware
+) -> Iterator[Speed]:
     """Yield the speed of the chosen layout on fewer devices and on all, where it fits.
 
     The global batch is always the same.
@@ -361,7 +357,7 @@ def _speeds(model: PaperModel, work: Work, choice: Choice, hardware: Hardware) -
             continue
         part = replace(hardware, devices_per_node=local, nodes=nodes)
         spread = replace(layout, accumulation=work.global_batch_size // per_pass)
-        if not missing(memory(model.shape, saved, work, spread, part), part):
+        if not strategy.missing(memory(model.shape, saved, work, spread, part), part):
             found = step_time(model.shape, work, spread, part, machine)
             rate, share = found.tokens_per_second, found.efficiency
             yield Speed(local * nodes, nodes, spread.accumulation, rate, share)

@@ -11,19 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmtrain import errors
 from llmtrain.agreement import refuse
 from llmtrain.checkpoint.files import StoppedError
 from llmtrain.data.batches import UNTRAINED_BLOCKS
 from llmtrain.distributed.ranks import lost_peer, peer_lost
-from llmtrain.errors import (
-    RESTARTABLE,
-    PeerError,
-    Problem,
-    RunError,
-    UserError,
-    exit_code_of,
-    explained,
-)
 from llmtrain.rundir import failures
 from llmtrain.rundir.status import Result
 from llmtrain.training import saving
@@ -60,7 +52,7 @@ def finish(run: Run) -> Result:
     if finished and not run.meter.tokens:
         expected = "at least one trained token in the whole run; the weights are as they began"
         remedy = "look at the rows, and at the padding of each lane: llmtrain data inspect"
-        raise UserError(Problem("training.steps", run.steps, expected, remedy))
+        raise errors.UserError(errors.Problem("training.steps", run.steps, expected, remedy))
     run.journal.end(state, 0, reason)
     why = f" ({reason})" if reason else ""
     _log.info("%-10s step %s of %s%s", state, f"{run.step:,}", f"{run.steps:,}", why)
@@ -93,7 +85,7 @@ def end_without_data(run: Run, step: int) -> None:
     vote = run.ranks.vote(run.feed.error)
     run.feed.put_back(step)
     run.journal.step = run.step
-    curable = all(failure.exit_code == RESTARTABLE for failure in vote.failures)
+    curable = all(failure.exit_code == errors.RESTARTABLE for failure in vote.failures)
     stops = agreed_stop(run.ranks, flags(run))
     saving.commit(run)  # the save of an earlier step, which this failure cannot harm
     if curable and run.due.unsaved(run.step):
@@ -129,8 +121,8 @@ def stoppable(ranks: Ranks, signals: Signals, journal: Journal) -> Iterator[None
     except StoppedError as stopped:
         _raise_if_stopped(ranks, signals, journal)  # the most important of several reasons
         raise StoppedEarlyError(str(stopped), journal.step) from stopped
-    except RunError as error:
-        if error.exit_code == RESTARTABLE:
+    except errors.RunError as error:
+        if error.exit_code == errors.RESTARTABLE:
             _raise_if_stopped(ranks, signals, journal)
         raise
 
@@ -162,7 +154,7 @@ def _find_dead_rank(run_dir: Path) -> tuple[int, str] | None:
         return told.code, str(told)
     if dead:
         names = ", ".join(str(rank) for rank in dead)
-        return RESTARTABLE, f"rank {names} died before the ranks met"
+        return errors.RESTARTABLE, f"rank {names} died before the ranks met"
     return None
 
 
@@ -179,15 +171,15 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         raise
     except Exception as error:
         lost = lost_peer(error)
-        shown = peer_lost(error) if lost else explained(error)
+        shown = peer_lost(error) if lost else errors.explained(error)
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         error.add_note(f"after step {journal.step}")
         _log.error("the run failed", exc_info=True)
         if lost and journal.rank == 0 and (told := failures.outranking(journal.run_dir)):
-            shown = PeerError(str(told), told.code, told.rank)  # why that peer was lost
+            shown = errors.PeerError(str(told), told.code, told.rank)  # why that peer was lost
         try:
-            journal.end("failed", exit_code_of(shown), str(shown))
-        except RunError:  # the disk may be full; the error that ended the run is raised
+            journal.end("failed", errors.exit_code_of(shown), str(shown))
+        except errors.RunError:  # the disk may be full; the error that ended the run is raised
             _log.error("the end could not be recorded", exc_info=True)
         if shown is not error:
             raise shown from error

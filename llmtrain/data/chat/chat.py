@@ -17,14 +17,7 @@ from typing import Literal
 
 import xxhash
 
-from llmtrain.data.chat.encode import (
-    Control,
-    OffsetEncoder,
-    control_of,
-    open_encoder,
-    unmark,
-    without_marks,
-)
+from llmtrain.data.chat import encode, mask
 from llmtrain.data.chat.end_of_turn import (
     NO_CALL,
     Arguments,
@@ -32,14 +25,6 @@ from llmtrain.data.chat.end_of_turn import (
     EndOfTurn,
     find_call,
     find_end_of_turn,
-)
-from llmtrain.data.chat.mask import (
-    TokenSequence,
-    find_turns,
-    group,
-    split_reasoning,
-    to_sequences,
-    token_sequence,
 )
 from llmtrain.data.chat.rendering import MANY
 from llmtrain.data.chat.rows import BadRowError, Example, Message
@@ -49,7 +34,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import JsonMapping
 
 
-def truncate(sequence: TokenSequence, limit: int) -> TokenSequence | None:
+def truncate(sequence: mask.TokenSequence, limit: int) -> mask.TokenSequence | None:
     """Return the start of a sequence, up to its last trained token; None if none is left.
 
     limit: the most ids that it may have
@@ -58,7 +43,7 @@ def truncate(sequence: TokenSequence, limit: int) -> TokenSequence | None:
     if not any(trained):
         return None
     last = len(trained) - trained[::-1].index(True)
-    return TokenSequence(sequence.ids[:last], trained[:last])
+    return mask.TokenSequence(sequence.ids[:last], trained[:last])
 
 
 def split(messages: Sequence[Message], fits: Callable[[list[int]], bool]) -> list[list[int]]:
@@ -125,7 +110,7 @@ class EncodedChat:
         pieces of a row that was too long · `untrained`, 1 if the row has no turn to train
     """
 
-    sequences: tuple[TokenSequence, ...]
+    sequences: tuple[mask.TokenSequence, ...]
     counts: Mapping[str, int]
 
 
@@ -229,8 +214,8 @@ class Chat:
         return digest.hexdigest()
 
     @cached_property
-    def _encoder(self) -> OffsetEncoder:
-        return open_encoder(self._directory, self._tokenizer)
+    def _encoder(self) -> encode.OffsetEncoder:
+        return encode.open_encoder(self._directory, self._tokenizer)
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -241,9 +226,9 @@ class Chat:
         return open_template(self._directory, self.settings.template_kwargs, self.settings.date)
 
     @cached_property
-    def _control(self) -> Control:
+    def _control(self) -> encode.Control:
         text = self._template.text if self.has_template else ""
-        return control_of(self._encoder.added.values(), text)
+        return encode.control_of(self._encoder.added.values(), text)
 
     @cached_property
     def _end(self) -> EndOfTurn:
@@ -264,7 +249,9 @@ class Chat:
         """Return messages with the arguments of their calls as the template takes them."""
         return example.messages if self.arguments == "object" else example.with_strings
 
-    def _pieces(self, example: Example, counts: Counter[str]) -> Sequence[Iterable[TokenSequence]]:
+    def _pieces(
+        self, example: Example, counts: Counter[str]
+    ) -> Sequence[Iterable[mask.TokenSequence]]:
         """Return the sequences of each piece, which may be too long."""
         if example.text is None:
             return self._of_messages(example, counts)
@@ -272,7 +259,7 @@ class Chat:
 
     def _of_messages(
         self, example: Example, counts: Counter[str]
-    ) -> Sequence[Iterable[TokenSequence]]:
+    ) -> Sequence[Iterable[mask.TokenSequence]]:
         """Return the sequences of a conversation, of each piece if it is split."""
         # The indices of the messages to train. A first message has no prompt.
         turns = [n for n, one in enumerate(example.messages) if one["role"] == "assistant"]
@@ -286,7 +273,7 @@ class Chat:
         if self.settings.too_long != "split":
             return [self._render_turns(messages, tools, trained, counts)]
         first: Counter[str] = Counter()
-        found: list[TokenSequence] = []
+        found: list[mask.TokenSequence] = []
         for one in self._render_turns(messages, tools, trained, first):
             found.append(one)
             if self._is_too_long(one):
@@ -305,7 +292,7 @@ class Chat:
 
     def _render_turns(
         self, messages: Sequence[Message], tools: Tools, trained: list[int], counts: Counter[str]
-    ) -> Iterator[TokenSequence]:
+    ) -> Iterator[mask.TokenSequence]:
         # Whether the texts of the many messages before one are too long already. Its prompt is
         # longer still, whatever the template puts around them.
         ids = [0]  # of the texts before each message
@@ -314,7 +301,7 @@ class Chat:
             if index < MANY:  # they cost more to look at than to render
                 return False
             for message in messages[len(ids) - 1 : index]:
-                text = split_reasoning(message)[1].strip()
+                text = mask.split_reasoning(message)[1].strip()
                 more = len(self._encoder.encode(text, "glued").ids) - 1  # one may merge with others
                 ids.append(ids[-1] + more)
             return ids[index] > self.seq_len
@@ -326,8 +313,8 @@ class Chat:
         else:
             within = trained
         beginnings = self._template.beginnings(messages, tools)
-        turns = find_turns(beginnings, messages, within, self._end, is_hopeless)
-        groups = group(turns)
+        turns = mask.find_turns(beginnings, messages, within, self._end, is_hopeless)
+        groups = mask.group(turns)
         counts["rewritten"] += len(groups) - 1
         if len(groups) > 1 and self.settings.rewritten_history == "error":
             why = "the template writes an answer differently as history; chat.rewritten_history="
@@ -338,13 +325,13 @@ class Chat:
             counts["dropped"] += len(trained) - len(turns)
         limit = self.seq_len if truncated else math.inf
         for turns in groups:
-            yield from to_sequences(self._encoder, turns, self._end, counts, limit)
+            yield from mask.to_sequences(self._encoder, turns, self._end, counts, limit)
 
     def _of_strings(
         self, prompt: str, completion: str, counts: Counter[str]
-    ) -> list[TokenSequence]:
+    ) -> list[mask.TokenSequence]:
         """Return the sequence of a prompt and a completion, both text and nothing else."""
-        control = self._control.special.search(unmark(prompt + completion))
+        control = self._control.special.search(encode.unmark(prompt + completion))
         if control is not None and self.settings.control_tokens == "error":
             raise _control_token(control.group())
         tokenizer = self._plain
@@ -358,7 +345,7 @@ class Chat:
         before = asked if tokenizer.bos is None else [tokenizer.bos, *asked]
         spoken = [*answer, tokenizer.eos]
         trained = [False] * len(before) + [True] * len(spoken)
-        return [token_sequence([*before, *spoken], trained)]
+        return [mask.token_sequence([*before, *spoken], trained)]
 
     def _mark_control(
         self, messages: Sequence[Message], tools: Tools, *, prompt: bool
@@ -370,14 +357,14 @@ class Chat:
         """
         if self._control.find(messages, tools) is None:
             return messages, tools
-        messages, tools = without_marks(messages), without_marks(tools)
+        messages, tools = encode.without_marks(messages), encode.without_marks(tools)
         found = self._control.find(messages, tools)
         if found is not None and self.settings.control_tokens == "error":
             raise _control_token(found)
         plain = self.render(messages, tools, prompt)
         for special in (False, True):
             marked = self._control.mark(messages, tools, special=special)
-            if unmark(self.render(*marked, prompt)) == plain:
+            if encode.unmark(self.render(*marked, prompt)) == plain:
                 return marked
         raise BadRowError("control_tokens", f"the template reads {found!r} in the content")
 
@@ -386,16 +373,16 @@ class Chat:
         stop = self._end.stop(text)
         return len(self._encoder.encode(text[:stop] if stop > 0 else text).ids) <= self.seq_len
 
-    def _is_too_long(self, sequence: TokenSequence) -> bool:
+    def _is_too_long(self, sequence: mask.TokenSequence) -> bool:
         return len(sequence.ids) > self.seq_len
 
     def _shorten(
-        self, sequences: Iterable[TokenSequence], counts: Counter[str]
-    ) -> list[TokenSequence]:
+        self, sequences: Iterable[mask.TokenSequence], counts: Counter[str]
+    ) -> list[mask.TokenSequence]:
         """Return the sequences as `chat.too_long` says."""
         found = []
         for one in sequences:
-            short: TokenSequence | None = one
+            short: mask.TokenSequence | None = one
             if self._is_too_long(one):
                 if self.settings.too_long == "error":
                     why = f"{len(one.ids):,} tokens, at most {self.seq_len:,} (data.seq_len); "

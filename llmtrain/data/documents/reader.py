@@ -25,17 +25,9 @@ import pyarrow as pa
 from llmtrain import system
 from llmtrain.config.binding import DataSettings
 from llmtrain.data.chat.rows import BadRowError
+from llmtrain.data.documents import skipped
 from llmtrain.data.documents.lines import A_LIST, BOM, decode_line, fields, line_number
 from llmtrain.data.documents.rows import Rows, as_array
-from llmtrain.data.documents.skipped import (
-    FILE_NAME,
-    MANY_IN_A_ROW,
-    LeftOut,
-    Skipped,
-    UnreadableError,
-    readable,
-    too_many,
-)
 from llmtrain.data.documents.units import Units, place_of
 from llmtrain.data.manifest import DataManifest, Source, Unit
 from llmtrain.data.remote.fetch import Stopping
@@ -93,7 +85,7 @@ class Reader:
         self.reading = reading
         run_dir, stop = reading.run_dir, stop or reading.stop
         self.units = Units(reading.timeout_seconds, run_dir, reading.cache_bytes, stop, asked)
-        self._skipped = Skipped(run_dir and run_dir / FILE_NAME)
+        self._skipped = skipped.Skipped(run_dir and run_dir / skipped.FILE_NAME)
         self._in_a_row: dict[str, list[tuple[object, ...]]] = {}  # bad units since a good one
         self._begun = 0  # units
 
@@ -121,12 +113,12 @@ class Reader:
         if needed:
             return self._rows(source, unit)
         kind: Literal["rows", "bytes"] = "rows" if unit.group >= 0 else "bytes"
-        part = LeftOut(source.label, source.files[unit.file].name, kind, *unit[1:], epoch)
-        error: UnreadableError | None = None
+        part = skipped.LeftOut(source.label, source.files[unit.file].name, kind, *unit[1:], epoch)
+        error: skipped.UnreadableError | None = None
         if not self._skipped.holds(part):
             try:
                 rows = self._rows(source, unit)
-            except UnreadableError as caught:
+            except skipped.UnreadableError as caught:
                 if not self.reading.skip_bad_units:
                     raise
                 error = caught
@@ -148,40 +140,43 @@ class Reader:
             raise self._bad_line(source, unit, *new[0])
         if rows.bad and not len(rows):  # one record instead of thousands
             reason = f"no line can be used; the first: {rows.bad[0][1]}"
-            raise UnreadableError(Problem(place_of(source, unit), reason, "JSON lines"))
+            raise skipped.UnreadableError(Problem(place_of(source, unit), reason, "JSON lines"))
         if new:
             lines = [
-                (LeftOut(source.label, name, "line", -1, at, at, None), why) for at, why in new
+                (skipped.LeftOut(source.label, name, "line", -1, at, at, None), why)
+                for at, why in new
             ]
             self._skipped.add(lines)
         return rows
 
-    def skips_file(self, source: Source, file: int, error: UnreadableError | None = None) -> bool:
+    def skips_file(
+        self, source: Source, file: int, error: skipped.UnreadableError | None = None
+    ) -> bool:
         """Return whether a file is left out as a whole.
 
         error: why it cannot be read; if bad units are skipped, the file is left out from now on
         """
         known = source.files[file]
-        part = LeftOut(source.label, known.name, "file", -1, 0, known.size, None)
+        part = skipped.LeftOut(source.label, known.name, "file", -1, 0, known.size, None)
         if error is not None and self.reading.skip_bad_units:
             self._skipped.add([(part, _reason(error))])
         return self._skipped.holds(part)
 
     def _count(
-        self, source: Source, unit: Unit, epoch: int | None, error: UnreadableError | None
+        self, source: Source, unit: Unit, epoch: int | None, error: skipped.UnreadableError | None
     ) -> None:
         """Count bad units in a row. Slices of a group count once, so that it alone ends no run."""
         place = (unit.file, unit.group if unit.group >= 0 else unit.start, epoch)
         row = self._in_a_row.setdefault(source.label, [])
         if row[-1:] != [place]:
             row.append(place)
-        if len(row) >= MANY_IN_A_ROW:
-            raise too_many(source.label, error)
+        if len(row) >= skipped.MANY_IN_A_ROW:
+            raise skipped.too_many(source.label, error)
 
     def _first_lines(self, source: Source, file: int) -> list[tuple[int, bytes]]:
         """Return the first lines of a file of rows, of CSV its header with empty cells."""
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
-        with readable(place_of(source, unit)):
+        with skipped.readable(place_of(source, unit)):
             if (file_format(source.files[file].name) or ("",))[0] == "csv":
                 names = self.units.header(source, file)
                 return [(0, json.dumps(dict.fromkeys(names)).encode())] if names else []
@@ -237,7 +232,7 @@ class Reader:
             return f"line {line_number(opened, compression, where, position)}"
 
 
-def _reason(error: UnreadableError) -> str:
+def _reason(error: skipped.UnreadableError) -> str:
     return f"{error.problems[0].value}; expected: {error.problems[0].expected}"
 
 

@@ -38,16 +38,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from llmtrain import system
-from llmtrain.data.remote.fetch import (
-    POLL_SECONDS,
-    HubFile,
-    RangeFile,
-    Remote,
-    Stopping,
-    offline,
-    quiet_hub,
-    stop_error,
-)
+from llmtrain.data.remote import fetch
 from llmtrain.errors import RunError, UserError
 from llmtrain.system import begin_in_thread
 from llmtrain.types import JsonObject
@@ -124,7 +115,7 @@ class Cache:
 
 def cache_root() -> Path:
     """Return the directory in which bytes and answers of the Hub are kept."""
-    quiet_hub()
+    fetch.quiet_hub()
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME) / "llmtrain"
@@ -210,7 +201,7 @@ KEPT_BYTES = 256 << 20
 class Range(NamedTuple):
     """Bytes [start, end) of a file."""
 
-    file: HubFile
+    file: fetch.HubFile
     start: int
     end: int
 
@@ -222,7 +213,9 @@ class Ranges:
         are kept in memory, at most KEPT_BYTES of them
     """
 
-    def __init__(self, remote: Remote, cache: Cache | None, stop: Stopping | None = None) -> None:
+    def __init__(
+        self, remote: fetch.Remote, cache: Cache | None, stop: fetch.Stopping | None = None
+    ) -> None:
         self._remote = remote
         self._cache = cache
         self._stop = stop
@@ -231,7 +224,7 @@ class Ranges:
         self._ahead: dict[Range, Future[bytes]] = {}
         self._expected: deque[Range] = deque()
 
-    def open(self, file: HubFile, *, again: bool = False) -> RangeFile:
+    def open(self, file: fetch.HubFile, *, again: bool = False) -> fetch.RangeFile:
         """Open a file to read one unit from. The unit's deadline counts from now.
 
         again: whether its ranges are likely to be read again
@@ -239,7 +232,7 @@ class Ranges:
         Reading raises as `Remote.fetch` does.
         """
         deadline = self._remote.deadline()
-        return RangeFile(
+        return fetch.RangeFile(
             file.size, lambda start, end: self._get(Range(file, start, end), deadline, again)
         )
 
@@ -297,7 +290,7 @@ class Ranges:
 
         The caller's deadline is later than that of the failed read, which began before it.
         """
-        while not wait([future], POLL_SECONDS).done:
+        while not wait([future], fetch.POLL_SECONDS).done:
             self._check_stop()
         with self._lock:
             self._ahead.pop(key, None)
@@ -309,7 +302,7 @@ class Ranges:
 
     def _check_stop(self) -> None:
         if self._stop is not None and self._stop.wait(0):
-            raise stop_error()
+            raise fetch.stop_error()
 
     def _read(self, key: Range, deadline: float) -> bytes:
         from huggingface_hub import constants
@@ -319,7 +312,7 @@ class Ranges:
         if content is not None:
             return content
         if start < end and constants.HF_HUB_OFFLINE:
-            raise UserError(offline(file.url, start, end))
+            raise UserError(fetch.offline(file.url, start, end))
         content = self._remote.fetch(file, start, end, deadline)
         if self._cache:
             self._cache.put(file.etag, start, end, content)

@@ -19,18 +19,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmtrain.config.schema import SourceConfig
+from llmtrain.data.remote import fetch
 from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
-from llmtrain.data.remote.fetch import (
-    ATTEMPT_SECONDS,
-    REFUSED,
-    AttemptError,
-    Stopping,
-    asked_wait,
-    back_off,
-    pause,
-    quiet_hub,
-    wait_for,
-)
 from llmtrain.data.sources import local
 from llmtrain.data.sources.local import (
     NOT_DATA,
@@ -72,7 +62,7 @@ ASK_SECONDS = 120.0  # how long a first start waits for the Hub: it has no work 
 
 
 def resolve(
-    source: SourceConfig, key: str, keep: bool = False, stop: Stopping | None = None
+    source: SourceConfig, key: str, keep: bool = False, stop: fetch.Stopping | None = None
 ) -> Resolved:
     """Find the files of a source: on this machine, or those of a data set on the Hub.
 
@@ -85,7 +75,7 @@ def resolve(
     """
     if not local.on_hub(source.path):
         return local.resolve(source, key)
-    quiet_hub()
+    fetch.quiet_hub()
     from huggingface_hub import constants
 
     asked = (constants.ENDPOINT, source.path, source.name, source.split, source.revision)
@@ -103,7 +93,7 @@ def resolve(
     return found
 
 
-def _ask(source: SourceConfig, key: str, stop: Stopping | None) -> Resolved:
+def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> Resolved:
     from huggingface_hub import HfFileSystem
 
     what = f"{source.path} (no path of this machine; data set of the Hub)"
@@ -224,7 +214,7 @@ def _nearest(asked: str | None, there: Iterable[Any]) -> str:
 
 
 def _warn_of_left_out(
-    system: HfFileSystem, root: str, names: Sequence[str], stop: Stopping | None
+    system: HfFileSystem, root: str, names: Sequence[str], stop: fetch.Stopping | None
 ) -> None:
     """Warn of data files of other types beside the chosen ones, since they are not read."""
     chosen, folders = set(names), {str(PurePosixPath(name).parent) for name in names}
@@ -255,7 +245,7 @@ def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
     return found.kind not in kinds if found else PurePosixPath(base).suffix.lower() in NOT_READ
 
 
-def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> File:
+def _file(system: HfFileSystem, root: str, name: str, stop: fetch.Stopping | None) -> File:
     """Return name, size and etag. The etag of a large file is its sha256, else its blob id."""
     info = _retry(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
     large = info.get("lfs")
@@ -263,7 +253,7 @@ def _file(system: HfFileSystem, root: str, name: str, stop: Stopping | None) -> 
     return File(name, int(info["size"]), str(etag))
 
 
-def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
+def _retry(ask: Callable[[], T], what: str, stop: fetch.Stopping | None) -> T:
     """Return the answer of the Hub. It is asked again after a failure that may pass."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its client
 
@@ -271,17 +261,17 @@ def _retry(ask: Callable[[], T], what: str, stop: Stopping | None) -> T:
     failures = 0
     while True:
         try:
-            return wait_for(ask, ATTEMPT_SECONDS, stop)
-        except (OSError, HTTPError, AttemptError) as error:
+            return fetch.wait_for(ask, fetch.ATTEMPT_SECONDS, stop)
+        except (OSError, HTTPError, fetch.AttemptError) as error:
             status, asked = _status(error)
-            if status in REFUSED:
+            if status in fetch.REFUSED:
                 expected = f"an answer of the Hub ({first_line(error)})"
-                problem = Problem(what, f"HTTP {status}", expected, REFUSED[status])
+                problem = Problem(what, f"HTTP {status}", expected, fetch.REFUSED[status])
                 raise UserError(problem) from error
             reason = first_line(error)
-            wait = back_off(failures, asked, deadline, what, reason)
+            wait = fetch.back_off(failures, asked, deadline, what, reason)
         _log.warning("%s: %s; trying again in %.1f s", what, reason, wait)
-        pause(wait, stop)
+        fetch.pause(wait, stop)
         failures += 1
 
 
@@ -293,7 +283,7 @@ def _status(error: BaseException) -> tuple[int, float]:
     """
     answer = getattr(error, "response", None)
     if answer is not None:
-        return int(answer.status_code), asked_wait(answer.headers)
+        return int(answer.status_code), fetch.asked_wait(answer.headers)
     below = error.__cause__ or error.__context__
     status, asked = _status(below) if below is not None else (0, 0.0)
     return status if status in (401, 403) else 0, asked

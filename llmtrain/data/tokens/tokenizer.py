@@ -34,18 +34,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import xxhash
 
-from llmtrain.data.tokens.convert import (
-    PROBES,
-    Description,
-    added_tokens,
-    control_strings,
-    convert,
-    find_unreached,
-    long_runs,
-    obstacles,
-    shell,
-    vocabulary,
-)
+from llmtrain.data.tokens import convert
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import JsonObject
 
@@ -182,8 +171,8 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
         encoder: TokenizerBackend = _convert(description, str(directory))
     else:
         encoder = _reference(description, content.decode())
-    ids = vocabulary(description) | {
-        token["content"]: token["id"] for token in added_tokens(description)
+    ids = convert.vocabulary(description) | {
+        token["content"]: token["id"] for token in convert.added_tokens(description)
     }
     eos, bos, pad = (
         _token(ids, settings, name) for name in ("eos_token", "bos_token", "pad_token")
@@ -191,7 +180,7 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
     if eos is None:
         expected = "a tokenizer with an end-of-text token (eos_token in tokenizer_config.json)"
         raise UserError(Problem("model.tokenizer", str(directory), expected))
-    control = control_strings(description)
+    control = convert.control_strings(description)
     return Tokenizer(
         eos=eos,
         bos=bos if _begins_with(description, bos) else None,
@@ -201,15 +190,15 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
         backend=backend,
         _encoder=encoder,
         _control=re.compile("|".join(map(re.escape, control))) if control else None,
-        added={token["id"]: _added_token(token) for token in added_tokens(description)},
+        added={token["id"]: _added_token(token) for token in convert.added_tokens(description)},
         awkward=(
-            *PROBES,
-            "".join(f"a{t['content']} b {t['content']}" for t in added_tokens(description)),
+            *convert.PROBES,
+            "".join(f"a{t['content']} b {t['content']}" for t in convert.added_tokens(description)),
         ),
     )
 
 
-def describe(directory: Path) -> tuple[bytes, Description]:
+def describe(directory: Path) -> tuple[bytes, convert.Description]:
     """Return the bytes of `tokenizer.json`, and its parsed content. Raises UserError."""
     return _read(directory / "tokenizer.json")
 
@@ -244,26 +233,26 @@ def _border(text: str, start: int, end: int) -> int:
     return end
 
 
-def _convert(description: Description, place: str) -> TokenizerBackend:
+def _convert(description: convert.Description, place: str) -> TokenizerBackend:
     remedy = "restore the run's tokenizer/, and tiktoken in the version that the run began with"
-    reason = next(obstacles(description), None)
+    reason = next(convert.obstacles(description), None)
     try:
         if reason is None:
-            return convert(description)
+            return convert.convert(description)
     except (ImportError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
     expected = f"a tokenizer that tiktoken can be made of, as when the run began ({reason})"
     raise UserError(Problem("tokenizer backend", f"tiktoken for {place}", expected, remedy))
 
 
-def _reference(description: Description, content: str) -> Reference:
+def _reference(description: convert.Description, content: str) -> Reference:
     import tokenizers
 
     full = tokenizers.Tokenizer.from_str(content)
     whole, rest = tokenizers.Tokenizer(full.model), tokenizers.Tokenizer(full.model)  # one model
     frames = (description, {**description, **_without_beginning(description)})
     for tokenizer, frame in zip((whole, rest), frames, strict=True):
-        steps = shell(frame, "normalizer", "pre_tokenizer")
+        steps = convert.shell(frame, "normalizer", "pre_tokenizer")
         if steps.normalizer:
             tokenizer.normalizer = steps.normalizer
         if steps.pre_tokenizer:
@@ -271,18 +260,18 @@ def _reference(description: Description, content: str) -> Reference:
     return Reference(whole, rest, full)
 
 
-def _without_beginning(description: Description) -> Description:
+def _without_beginning(description: convert.Description) -> convert.Description:
     """Return normalizer and pre-tokenizer for later parts of a text: they put nothing in front."""
     return {part: _continue_step(description.get(part)) for part in ("normalizer", "pre_tokenizer")}
 
 
-def _continue_step(step: Description | None) -> Description | None:
+def _continue_step(step: convert.Description | None) -> convert.Description | None:
     if step is None or step["type"] == "Prepend":
         return None
     for key in {"normalizers", "pretokenizers"} & step.keys():
         steps = [_continue_step(inner) for inner in step[key]]
         return {**step, key: [inner for inner in steps if inner is not None]}
-    changes: Description = {
+    changes: convert.Description = {
         "Metaspace": {"prepend_scheme": "never"},
         "ByteLevel": {"add_prefix_space": False},
         "Strip": {"strip_left": False},
@@ -290,7 +279,7 @@ def _continue_step(step: Description | None) -> Description | None:
     return {**step, **changes.get(step["type"], {})}
 
 
-def _read(path: Path) -> tuple[bytes, Description]:
+def _read(path: Path) -> tuple[bytes, convert.Description]:
     try:
         content = path.read_bytes()
         with _no_collection():
@@ -324,17 +313,17 @@ def _token(ids: dict[str, int], settings: JsonObject, name: str) -> int | None:
     return ids.get(content) if isinstance(content, str) else None
 
 
-def _added_token(described: Description) -> tokenizers.AddedToken:
+def _added_token(described: convert.Description) -> tokenizers.AddedToken:
     from tokenizers import AddedToken
 
     options = {k: v for k, v in described.items() if k not in ("id", "content")}
     return AddedToken(described["content"], **options)
 
 
-def _begins_with(description: Description, bos: int | None) -> bool:
+def _begins_with(description: convert.Description, bos: int | None) -> bool:
     """Return whether the post-processor puts the begin token before a text."""
     model = {"type": "BPE", "vocab": {"a": 1 << 30}, "merges": []}
-    ids = shell(description, "post_processor", model=model).encode("a").ids
+    ids = convert.shell(description, "post_processor", model=model).encode("a").ids
     return bos is not None and ids[:1] == [bos]
 
 
@@ -354,7 +343,7 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
         _log.info("tokenizing with tokenizers, because %s", candidate)
         return reference
     documents = list(texts)
-    difference = _failure(candidate, long_runs(PART_CHARACTERS)) or first_difference(
+    difference = _failure(candidate, convert.long_runs(PART_CHARACTERS)) or first_difference(
         reference, candidate, [*reference.awkward, *documents]
     )
     if difference:
@@ -394,10 +383,12 @@ def _candidate(directory: Path) -> Tokenizer | str:
     if importlib.util.find_spec("tiktoken") is None:
         return "tiktoken is not installed"
     content, description = describe(directory)
-    obstacle = next(obstacles(description), None)
+    obstacle = next(convert.obstacles(description), None)
     if obstacle:
         return obstacle
-    entry = find_unreached(description, tokenizers.Tokenizer.from_str(content.decode()).model)
+    entry = convert.find_unreached(
+        description, tokenizers.Tokenizer.from_str(content.decode()).model
+    )
     if entry:
         return f"its merges do not lead to the entry {entry!r}"
     try:

@@ -18,19 +18,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import COMPLETE
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.rundir.lock import RunLock
-from llmtrain.tools.checkpoints.look import (
-    LEFT_OVER,
-    SET_ASIDE,
-    UNREADABLE,
-    CheckpointRow,
-    Listing,
-    Told,
-    listing,
-    place_of,
-    policy_of,
-    run_id_of,
-    verify_each,
-)
+from llmtrain.tools.checkpoints import look
 from llmtrain.types import JsonObject
 
 _LEAST_KEPT = 2
@@ -45,8 +33,8 @@ class Pruned:
     deleted: whether `goes` has been deleted already
     """
 
-    goes: tuple[CheckpointRow, ...]
-    stays: tuple[CheckpointRow, ...]
+    goes: tuple[look.CheckpointRow, ...]
+    stays: tuple[look.CheckpointRow, ...]
     deleted: bool
 
     @property
@@ -57,7 +45,9 @@ class Pruned:
         """
         if any(row.kind == COMPLETE and row.valid for row in self.stays):
             return False
-        return any(row.kind in (UNREADABLE, *SET_ASIDE) for row in (*self.stays, *self.goes))
+        return any(
+            row.kind in (look.UNREADABLE, *look.SET_ASIDE) for row in (*self.stays, *self.goes)
+        )
 
     @property
     def bytes(self) -> int:
@@ -78,7 +68,7 @@ def prune(
     *,
     yes: bool = False,
     set_aside: bool = False,
-    told: Told = lambda name, size, done: None,
+    told: look.Told = lambda name, size, done: None,
 ) -> Pruned:
     """Find checkpoints that a run's policy does not keep, and the left-overs of earlier starts.
 
@@ -90,34 +80,34 @@ def prune(
     Raises UserError, and deletes nothing, if the run is alive or a checkpoint to keep is not valid;
     RunError 74 if the disk fails.
     """
-    place = place_of(path)
+    place = look.place_of(path)
     if place.run_dir is None or place.only is not None:
         raise UserError(Problem("RUN", path, "a run directory: its config says what is kept"))
-    policy = policy_of(place.run_dir)
+    policy = look.policy_of(place.run_dir)
     if keep_last is not None:
         if keep_last < _LEAST_KEPT:
             expected = f"at least {_LEAST_KEPT}: a damaged one must not be the last"
             raise UserError(Problem("--keep-last", keep_last, expected))
         policy = policy.model_copy(update={"keep_last": keep_last})
-    lock = RunLock(place.run_dir, run_id_of(place) or "")
+    lock = RunLock(place.run_dir, look.run_id_of(place) or "")
     if not yes:
         lock.check()
-        return _plan(listing(place, policy), set_aside)
+        return _plan(look.listing(place, policy), set_aside)
     with lock:
-        found = listing(place, policy)
+        found = look.listing(place, policy)
         plan = _plan(found, set_aside)
         if plan.goes:
             stays = [row.name for row in plan.stays if row.kind == COMPLETE]
-            verified = verify_each(found.root, stays, told)  # every byte
+            verified = look.verify_each(found.root, stays, told)  # every byte
             _refuse((one.name, [f"{p.key}: {p.value}" for p in one.problems]) for one in verified)
             _delete(found, plan.goes)
     return replace(plan, deleted=True)
 
 
-def _plan(found: Listing, set_aside: bool) -> Pruned:
+def _plan(found: look.Listing, set_aside: bool) -> Pruned:
     """Decide what is deleted. Raises UserError if the sizes of one to keep are wrong."""
     valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
-    kinds = (COMPLETE, *LEFT_OVER, *(SET_ASIDE if set_aside and valid else ()))
+    kinds = (COMPLETE, *look.LEFT_OVER, *(look.SET_ASIDE if set_aside and valid else ()))
     goes = tuple(row for row in found.rows if not row.kept and row.kind in kinds)
     stays = tuple(row for row in found.rows if row not in goes)
     _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
@@ -135,13 +125,13 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
     raise_any(problems)
 
 
-def _delete(found: Listing, goes: Sequence[CheckpointRow]) -> None:
+def _delete(found: look.Listing, goes: Sequence[look.CheckpointRow]) -> None:
     """Delete as retention does. Raises RunError if anything of it is still there afterwards."""
     assert found.policy is not None
     candidates.prune(found.root, found.policy, found.run_id or "", found.resumed_from)
     candidates.clean_up(found.root)
     for row in goes:
-        if row.kind in SET_ASIDE:
+        if row.kind in look.SET_ASIDE:
             shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below
     planned = {row.name for row in goes}
     left = [one for one in form.names(found.root) if one in planned or one.startswith(".trash-")]

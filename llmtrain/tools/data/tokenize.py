@@ -40,17 +40,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmtrain import system
+from llmtrain.config import schema
 from llmtrain.config.binding import Change, bind, changes, data_settings, dump
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import (
-    ChatConfig,
-    Config,
-    DataConfig,
-    RunConfig,
-    SourceConfig,
-    TrainingConfig,
-    TrainTokenizer,
-)
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.repack import KINDS, Rewrite, finished_rows, made_of, rewrite
@@ -198,7 +190,7 @@ class Tokenized:
     seconds: float
 
 
-def tokenize(config: Config, out: Path, jobs: int, progress: Progress) -> Tokenized:
+def tokenize(config: schema.Config, out: Path, jobs: int, progress: Progress) -> Tokenized:
     """Write the token cache of a config's sources to `out`, or continue one that was begun.
 
     jobs: processes
@@ -228,28 +220,30 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
     return distinct(re.sub(r"[^\w.-]+", "-", label).strip("-._") or "source" for label in labels)
 
 
-def _what_counts(config: Config) -> Config:
+def _what_counts(config: schema.Config) -> schema.Config:
     """Return a config with only those values that can change a token; the rest is not set."""
     kept = {"path", "name", "split", "revision", "text_column", "columns", "document"}
     sources = tuple(
-        SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
+        schema.SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
         for source in config.data.sources
     )
-    data = DataConfig(
+    data = schema.DataConfig(
         sources=sources,
         heldout=0.0,
         lanes=1,  # reading needs only one
         on_bad_unit=config.data.on_bad_unit,
         cache_gb=config.data.cache_gb,
     )
-    trains = isinstance(config.model.tokenizer, TrainTokenizer)  # on documents chosen by the seed
+    trains = isinstance(
+        config.model.tokenizer, schema.TrainTokenizer
+    )  # on documents chosen by the seed
     shape = {} if config.model.from_ else {"model_type": "llama"}  # unused, but must load
-    return Config(
-        run=RunConfig(seed=config.run.seed) if trains else RunConfig(),
+    return schema.Config(
+        run=schema.RunConfig(seed=config.run.seed) if trains else schema.RunConfig(),
         model=config.model.model_copy(update={"config": shape}),
         data=data,
-        chat=ChatConfig(template=config.chat.template),  # which adds tokens
-        training=TrainingConfig(steps=1),
+        chat=schema.ChatConfig(template=config.chat.template),  # which adds tokens
+        training=schema.TrainingConfig(steps=1),
         distributed=config.distributed,
     )
 
@@ -268,7 +262,7 @@ def _make(out: Path, work: Path) -> None:
         raise UserError(Problem("--out", out, expected)) from error
 
 
-def _begin(config: Config, out: Path, work: Path) -> tuple[DataManifest, Tokenizer]:
+def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, Tokenizer]:
     """Return the manifest and tokenizer, new ones or those of the command that began here."""
     record = work / contents.CONFIG
     begun = record.exists() and (work / contents.MANIFEST).exists()
@@ -404,7 +398,7 @@ def _rewrites(path: str, out: Path, group_bytes: int, text_column: str) -> list[
         expected = "a file, a directory or a glob on this machine"
         remedy = f"of the Hub: hf download {path} --repo-type dataset --local-dir DIR, then DIR"
         raise UserError(Problem("PATH", path, expected, remedy))
-    root = Path(locate(SourceConfig(path=path), "PATH"))
+    root = Path(locate(schema.SourceConfig(path=path), "PATH"))
     files = sorted(list_files(path, root, "PATH"))
     if out.resolve() == root.resolve() or any(_inside(file, out) for file in files):
         raise UserError(Problem("--out", out, f"a directory of its own, not that of {path}"))

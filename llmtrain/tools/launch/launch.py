@@ -28,13 +28,7 @@ from llmtrain.distributed.launch.named import example, is_true, named_family
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import RESTARTABLE, Problem, UserError, raise_any
 from llmtrain.rundir.contents import LOGS
-from llmtrain.tools.launch.child import (
-    Ended,
-    living_children,
-    passing_signals_on,
-    run_child,
-    wait_until,
-)
+from llmtrain.tools.launch import child
 from llmtrain.tools.launch.file import LaunchFile, launch_values, parse_launch_file
 from llmtrain.training.start.claim import rules_of_a_launch
 from llmtrain.training.stop import LAUNCHED
@@ -86,7 +80,7 @@ def launch(
     processes: int | None = None,
     env: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
-) -> Ended:
+) -> child.Ended:
     """Train in several processes, and wait for them.
 
     accelerate_file: a config of accelerate; None = this machine, with its GPUs if it has any
@@ -196,7 +190,7 @@ def run_launcher(
     report: Path,
     run_dir: Path,
     output: IO[bytes] | None = None,
-) -> Ended:
+) -> child.Ended:
     """Start a launcher, wait for it and for ranks that outlive it; return how the run ended.
 
     report: where rank 0 writes its exit report
@@ -206,10 +200,10 @@ def run_launcher(
 
     def wait_for_ranks(others: set[int]) -> None:
         # Ranks whose launcher was killed stop and save by themselves.
-        wait_until(lambda: report.exists() or not living_children(others))
+        child.wait_until(lambda: report.exists() or not child.living_children(others))
 
-    with passing_signals_on() as forward:
-        end = run_child(command, env, run_dir, forward, wait_for_ranks, report, output)
+    with child.passing_signals_on() as forward:
+        end = child.run_child(command, env, run_dir, forward, wait_for_ranks, report, output)
     if report.exists():
         return end
     message = (

@@ -30,17 +30,7 @@ from llmtrain.data.chat.template import Tools
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import attention
 from llmtrain.text import first_line
-from llmtrain.tools.use.generate import (
-    ChatIds,
-    Sampling,
-    as_generated,
-    complete,
-    left_padded,
-    open_chat_prompts,
-    open_writer,
-    room_for,
-    text_ids,
-)
+from llmtrain.tools.use import generate
 from llmtrain.tools.use.load import LoadedModel
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -96,7 +86,7 @@ def complete_file(
     model_or_run: str | Path,
     file: Path,
     out: Path,
-    sampling: Sampling,
+    sampling: generate.Sampling,
     *,
     chat: bool,
     told: Callable[[int, int], object],
@@ -116,10 +106,10 @@ def complete_file(
     start = time.perf_counter()
     _check_out(out)
     prompts = read_prompts(file, chat=chat)
-    opened = open_writer(model_or_run, sampling)
+    opened = generate.open_writer(model_or_run, sampling)
     rows = list(_encode(opened, prompts))
     limits = [
-        room_for(opened, ids, sampling, prompt.where)
+        generate.room_for(opened, ids, sampling, prompt.where)
         for ids, prompt in zip(rows, prompts, strict=True)
     ]
     lengths = [len(ids) for ids in rows]
@@ -127,7 +117,7 @@ def complete_file(
     for number, batch in enumerate(batches(lengths, limits, find_kind(opened, rows))):
         told(len(written), len(rows))
         limit = limits[batch[0]]
-        new = complete(opened, [rows[n] for n in batch], limit, sampling, number)
+        new = generate.complete(opened, [rows[n] for n in batch], limit, sampling, number)
         written |= zip(batch, new, strict=True)
     lines = [_line(opened, prompt, written[n]) for n, prompt in enumerate(prompts)]
     system.write_durably(out, "".join(lines).encode(), shared=True)
@@ -232,12 +222,12 @@ def _prompt(where: str, row: JsonMapping, *, chat: bool) -> Prompt:
 
 def _encode(opened: LoadedModel, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
     """Yield the ids of each prompt. Raises UserError for what the chat template refuses."""
-    chat_ids: ChatIds | None = None
+    chat_ids: generate.ChatIds | None = None
     for prompt in prompts:
         if prompt.text is not None:
-            yield text_ids(opened, prompt.text)
+            yield generate.text_ids(opened, prompt.text)
         else:
-            chat_ids = chat_ids or open_chat_prompts(opened)
+            chat_ids = chat_ids or generate.open_chat_prompts(opened)
             yield chat_ids(prompt.messages, prompt.tools, prompt.where)
 
 
@@ -294,7 +284,7 @@ def _logits(opened: LoadedModel, rows: Sequence[Sequence[int]], count: int) -> l
     import torch
     from transformers import GenerationConfig
 
-    inputs, mask = left_padded(rows, 0, opened.device)
+    inputs, mask = generate.left_padded(rows, 0, opened.device)
     before = opened.model.generation_config  # has the end tokens, of which none ends this
     opened.model.generation_config = GenerationConfig(
         max_new_tokens=count,
@@ -310,6 +300,6 @@ def _logits(opened: LoadedModel, rows: Sequence[Sequence[int]], count: int) -> l
 
 
 def _line(opened: LoadedModel, prompt: Prompt, new: Sequence[int]) -> str:
-    found = as_generated(opened, "", new)
+    found = generate.as_generated(opened, "", new)
     added = dict(zip(_WRITTEN, (found.text, found.tokens, found.ended), strict=True))
     return json.dumps({**prompt.row, **added}, ensure_ascii=False) + "\n"

@@ -37,14 +37,8 @@ from llmtrain.agreement import agreed, from_rank_zero
 from llmtrain.checkpoint import candidates, read
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.read import ResumePoint
+from llmtrain.config import schema
 from llmtrain.config.binding import way_out
-from llmtrain.config.schema import (
-    AdapterConfig,
-    Config,
-    ModelConfig,
-    TrainingConfig,
-    TrainTokenizer,
-)
 from llmtrain.data.chat.template import template_tokens
 from llmtrain.data.sources.local import edges_digest
 from llmtrain.distributed.engines.accelerator import Launched, on_cpu
@@ -89,7 +83,7 @@ class Kernels:
     began_with: tuple[str, ...] = ()
 
 
-def decide_kernels(config: Config) -> Kernels:
+def decide_kernels(config: schema.Config) -> Kernels:
     """Return the settings of the config, or those that an earlier start on such a device froze."""
     auto = FrozenChoices(config.run_dir, f"any/{'cpu' if on_cpu() else 'cuda'}/any")
     known = {attention.KEY: auto.attention_backend, compiling.KEY: auto.compile}
@@ -153,7 +147,7 @@ def _deterministic(*, asked: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def decide_compile(config: Config, processes: Processes, *, document_mask: bool) -> Compiled:
+def decide_compile(config: schema.Config, processes: Processes, *, document_mask: bool) -> Compiled:
     """Return what to compile, and freeze it. Collective.
 
     Raises UserError for a whole model with documents that are hidden from each other.
@@ -189,7 +183,7 @@ _WITHIN = {"fp32": 1e-5, "bf16": 1e-4}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def asked_kernel(training: TrainingConfig, run_dir: Path | None) -> str:
+def asked_kernel(training: schema.TrainingConfig, run_dir: Path | None) -> str:
     """Return the kernel that is asked for, or that the run began with: auto if it is open.
 
     run_dir: None = no run has begun.
@@ -239,7 +233,7 @@ def _why_not_torch(head: Head, precision: str, z_loss: float) -> str:
     return f"in {precision} torch's kernel is wrong by {wrong:.0e} of the loss"
 
 
-def resolve_adapter(config: Config, auto: FrozenChoices) -> AdapterConfig:
+def resolve_adapter(config: schema.Config, auto: FrozenChoices) -> schema.AdapterConfig:
     """Return the section `adapter`, with the layers that `auto` meant when the run began."""
     known = auto.adapter_targets
     if known is None or config.adapter.targets != "auto":
@@ -248,7 +242,7 @@ def resolve_adapter(config: Config, auto: FrozenChoices) -> AdapterConfig:
 
 
 def attach_adapters(
-    config: Config, processes: Processes, model: PreTrainedModel, *, meta: bool
+    config: schema.Config, processes: Processes, model: PreTrainedModel, *, meta: bool
 ) -> None:
     """Attach the adapters that the config asks for to a model; nothing if it asks for none."""
     auto = processes.auto
@@ -260,7 +254,9 @@ def attach_adapters(
         auto.adapter_targets = trainable.short_names(model)
 
 
-def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) -> tuple[int, ...]:
+def trained_tokens(
+    config: schema.Config, base: Base | None, tokenizer: Path | None
+) -> tuple[int, ...]:
     """Return the ids whose embeddings are trained with the adapters (`adapter.train_tokens`).
 
     base: what the run begins with
@@ -281,7 +277,7 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
         return tuple(range(first, special_tokens(base.path, base.revision, added).length))
     if tokenizer is not None:
         return token_ids(tokenizer, asked)
-    if isinstance(named, TrainTokenizer):
+    if isinstance(named, schema.TrainTokenizer):
         return ()
     if named == "sample":
         with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as at:
@@ -291,7 +287,7 @@ def trained_tokens(config: Config, base: Base | None, tokenizer: Path | None) ->
     return token_ids(named, asked, added=added)
 
 
-def check_base(config: Config, base: Base | None, found: ResumePoint) -> None:
+def check_base(config: schema.Config, base: Base | None, found: ResumePoint) -> None:
     """Refuse a base other than that on which a checkpoint's adapter was trained.
 
     In a run without adapters, refuse a checkpoint of adapters.
@@ -306,7 +302,7 @@ def check_base(config: Config, base: Base | None, found: ResumePoint) -> None:
 
 
 def adapter_files(
-    config: Config, processes: Processes, model: PreTrainedModel, spec: Spec
+    config: schema.Config, processes: Processes, model: PreTrainedModel, spec: Spec
 ) -> dict[str, bytes]:
     """Return the files beside an adapter's tensors, after checks of what every rank holds.
 
@@ -333,7 +329,7 @@ def _check_filled(launched: Launched, spec: Spec) -> None:
 _DIGITS = 32
 
 
-def decide_base(model: ModelConfig, run_dir: Path, ranks: Ranks) -> Base | None:
+def decide_base(model: schema.ModelConfig, run_dir: Path, ranks: Ranks) -> Base | None:
     """Return the base of a run, the same on all ranks; None without `model.from`. Collective.
 
     Raises UserError and RunError as `find_base` does.
@@ -343,7 +339,7 @@ def decide_base(model: ModelConfig, run_dir: Path, ranks: Ranks) -> Base | None:
     return Base(**from_rank_zero(ranks, lambda: asdict(known_base(model, run_dir))))
 
 
-def known_base(model: ModelConfig, run_dir: Path) -> Base:
+def known_base(model: schema.ModelConfig, run_dir: Path) -> Base:
     """Return the base that an earlier start of a run has kept, else what `model.from` names now."""
     kept = FrozenChoices(run_dir, "").base
     same = kept is not None and kept.get("asked") == _asked_for(model)
@@ -356,16 +352,16 @@ def kept_base(run_dir: Path) -> Base | None:
     return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
 
 
-def keep_base(auto: FrozenChoices, model: ModelConfig, base: Base) -> None:
+def keep_base(auto: FrozenChoices, model: schema.ModelConfig, base: Base) -> None:
     """Freeze the base, with the keys that named it."""
     auto.base = {"asked": _asked_for(model), **asdict(base)}
 
 
-def _asked_for(model: ModelConfig) -> list[str | None]:
+def _asked_for(model: schema.ModelConfig) -> list[str | None]:
     return [model.from_, model.revision]
 
 
-def find_base(model: ModelConfig) -> Base:
+def find_base(model: schema.ModelConfig) -> Base:
     """Look up what `model.from` names now.
 
     Raises UserError for what is not weights that can be loaded, RunError (75) if the Hub does not

@@ -29,15 +29,7 @@ from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family
-from llmtrain.distributed.plan.memory import (
-    OFFLOADS,
-    Count,
-    Hardware,
-    Layout,
-    Work,
-    arithmetic_of,
-    memory,
-)
+from llmtrain.distributed.plan import memory
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words, missing
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.metrics.memory import host_bytes
@@ -75,11 +67,11 @@ class PaperModel:
 
     config: Any
     shape: ModelShape
-    count: Count
+    count: memory.Count
 
 
 def describe(
-    config: Config, hardware: Hardware, run_dir: Path | None = None, base: Base | None = None
+    config: Config, hardware: memory.Hardware, run_dir: Path | None = None, base: Base | None = None
 ) -> PaperModel:
     """Return the model that a config asks for, without its weights.
 
@@ -115,7 +107,7 @@ def _adapter(
     return resolve_adapter(config, FrozenChoices(run_dir, "")), tokens
 
 
-def _check_depth(model_config: Any, hardware: Hardware) -> None:
+def _check_depth(model_config: Any, hardware: memory.Hardware) -> None:
     """Refuse a model with so many blocks that its weights cannot fit.
 
     The size is estimated from one block, since building all of them would take minutes. A host of
@@ -141,7 +133,7 @@ def _check_depth(model_config: Any, hardware: Hardware) -> None:
         raise UserError(Problem(f"model.config.{name}", number, expected, remedy))
 
 
-def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
+def this_machine(config: Config, env: Mapping[str, str]) -> memory.Hardware:
     """Return the hardware of this start; `distributed.device_memory_gb` overrides its memory."""
     world = int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
@@ -153,10 +145,10 @@ def this_machine(config: Config, env: Mapping[str, str]) -> Hardware:
     else:
         device_bytes = host // local if cpu else torch.cuda.mem_get_info(device)[1]
     name = None if cpu else torch.cuda.get_device_name(device)
-    return Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
+    return memory.Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
 
 
-def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = None) -> Work:
+def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = None) -> memory.Work:
     """Return what a step of the config computes.
 
     precision: bf16 or fp32
@@ -165,7 +157,7 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
     training, device = config.training, "cpu" if cpu else "cuda"
     in_chunks = asked_kernel(training, run_dir) in ("auto", "chunked")
     recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
-    return Work(
+    return memory.Work(
         seq_len=config.data.seq_len,
         global_batch_size=training.global_batch_size,
         micro_batch_size=None if training.micro_batch_size == "auto" else training.micro_batch_size,
@@ -200,7 +192,7 @@ def plan_start(
     model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
     allowed, without = _possible(strategies_for(config, env), cpu=hardware.cpu)
-    resident = tuple(name for name in allowed if name not in OFFLOADS)
+    resident = tuple(name for name in allowed if name not in memory.OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
         if choice.chosen is None and resident != allowed:
@@ -247,7 +239,9 @@ def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], 
     return tuple(name for name in allowed if name not in without), without
 
 
-def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Problem]) -> UserError:
+def does_not_fit(
+    choice: Choice, hardware: memory.Hardware, without: Mapping[str, Problem]
+) -> UserError:
     """Return the error if nothing fits: what each strategy needs and what would make it fit.
 
     without: strategy that does not work on this machine → the first reason
@@ -269,7 +263,9 @@ def does_not_fit(choice: Choice, hardware: Hardware, without: Mapping[str, Probl
     return UserError(problem, where=f"the memory plan: {choice.reason}")
 
 
-def _prefer_frozen(planned: Planned, count: Count, asked: Work, run_dir: Path) -> Planned:
+def _prefer_frozen(
+    planned: Planned, count: memory.Count, asked: memory.Work, run_dir: Path
+) -> Planned:
     """Return the plan with the values that an earlier start of this kind froze, if they fit.
 
     Values that the config sets take precedence.
@@ -283,9 +279,9 @@ def _prefer_frozen(planned: Planned, count: Count, asked: Work, run_dir: Path) -
         return planned
     share = asked.global_batch_size // hardware.devices
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
-    arithmetic = arithmetic_of(layout.strategy, asked.precision)
+    arithmetic = memory.arithmetic_of(layout.strategy, asked.precision)
     saved = count(arithmetic, layout.activation_checkpointing)
-    needed = memory(planned.shape, saved, asked, layout, hardware)
+    needed = memory.memory(planned.shape, saved, asked, layout, hardware)
     before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
     if lacking := missing(needed, hardware):
         reason = f"{planned.reason}; {before}, misses {size(lacking)}"
@@ -298,14 +294,14 @@ def launch_kind(strategy: str, device: str, world_size: int) -> str:
     return f"{strategy}/{device}/{world_size}"
 
 
-def layout_by_tokens(strategy: str, asked: Work, hardware: Hardware) -> Layout:
+def layout_by_tokens(strategy: str, asked: memory.Work, hardware: memory.Hardware) -> memory.Layout:
     """Return the layout of a start if the memory of a forward is not known."""
     share = asked.global_batch_size // hardware.devices
     most = max(1, asked.most_tokens // asked.seq_len)
     fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     micro = asked.micro_batch_size or fitting
     recompute, sync = asked.activation_checkpointing or "none", asked.fsdp_sync or "every"
-    return Layout(strategy, recompute, micro, share // micro, sync)
+    return memory.Layout(strategy, recompute, micro, share // micro, sync)
 
 
 def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:

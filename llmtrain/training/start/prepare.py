@@ -17,29 +17,14 @@ from pathlib import Path
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests
-from llmtrain.data.audit.first_rows import (
-    FIRST,
-    check_first_rows,
-    count_unread,
-    describe_unread,
-    share_filled,
-    with_marks,
-)
+from llmtrain.data import survey
+from llmtrain.data.audit import first_rows
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, check
-from llmtrain.data.survey import (
-    Survey,
-    changed_files,
-    freeze,
-    some_texts,
-    survey,
-    training_texts,
-    values_now,
-)
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded, chat_facts, settings_of
 from llmtrain.data.tokens.tokenizer import (
     Tokenizer,
@@ -85,7 +70,7 @@ def prepare(
     """
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
-        found = survey(data_settings(config), processes, run_dir, stop=stop)
+        found = survey.survey(data_settings(config), processes, run_dir, stop=stop)
         write_data(config, found, run_dir, base)
         return
     changed = accepted_changes(config, run_dir)
@@ -95,7 +80,7 @@ def prepare(
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST)["lanes"]
-    found = survey(data_settings(config), processes, run_dir, lanes, stop)
+    found = survey.survey(data_settings(config), processes, run_dir, lanes, stop)
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -109,14 +94,18 @@ def prepare(
 
 
 def write_data(
-    config: Config, found: Survey, directory: Path, base: Base | None, date: str | None = None
+    config: Config,
+    found: survey.Survey,
+    directory: Path,
+    base: Base | None,
+    date: str | None = None,
 ) -> None:
     """Write tokenizer and manifest of these sources, as `prepare` does for a run without any.
 
     date: that of the run, for chat templates; None = now
     """
     make_tokenizer(config, found, directory / TOKENIZER, base)
-    documents = some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
+    documents = survey.some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
     facts, apart = None, False
     if found.has_chat:
@@ -133,20 +122,23 @@ def write_data(
             said = "the template puts %r before an answer: it is trained like the answer"
             _log.info(said, end["header"])
         encoder = DocumentEncoder(tokenizer, chat)
-        rows = check_first_rows(found, encoder)
+        rows = first_rows.check_first_rows(found, encoder)
         # Name what the rows of conversations have and nobody reads, once for a run.
         reader = Reader(found.reading)
         for source in found.sources:
-            if counts := count_unread(source, found.settings.seed, reader, encoder):
+            if counts := first_rows.count_unread(source, found.settings.seed, reader, encoder):
                 _log.warning(
                     "%s: nobody reads these keys of its first %d rows (in how many): %s",
-                    *(source.label, FIRST, describe_unread(counts)),
+                    *(source.label, first_rows.FIRST, first_rows.describe_unread(counts)),
                 )
         if rows:
-            _log.info("the first conversation, trained in ⟦⟧: %s", with_marks(rows[0], tokenizer))
+            _log.info(
+                "the first conversation, trained in ⟦⟧: %s",
+                first_rows.with_marks(rows[0], tokenizer),
+            )
         if config.data.packing == "auto":
             apart = _need_blocks_of_their_own(config, place, base, rows)
-    manifest = freeze(found, tokenizer, facts, apart=apart)
+    manifest = survey.freeze(found, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
@@ -162,7 +154,7 @@ def _need_blocks_of_their_own(
     seq_len = config.data.seq_len
     described = model_config(config.model, special_tokens(tokenizer), seq_len, base)
     if why := why_apart(described, seq_len):
-        filled = 100 * share_filled(rows, seq_len)
+        filled = 100 * first_rows.share_filled(rows, seq_len)
         said = "packing: single, as %s; conversations fill %.0f %% of a block, and rows are cut to"
         _log.info(f"{said} the longest of a micro-batch", why, filled)
     return bool(why)
@@ -214,9 +206,9 @@ def accepted_changes(config: Config, run_dir: Path) -> list[str]:
     """
     made_with = manifests.glance(run_dir / MANIFEST)["made_with"]
     settings = data_settings(config)
-    keys = [change.key for change in changes(made_with, values_now(made_with, settings))]
+    keys = [change.key for change in changes(made_with, survey.values_now(made_with, settings))]
     try:
-        keys += [problem.key for problem in changed_files(load_manifest(config, run_dir))]
+        keys += [problem.key for problem in survey.changed_files(load_manifest(config, run_dir))]
     except UserError as error:
         keys += [problem.key for problem in error.problems]
     return sorted(set(keys)) if all(is_accepted(key, settings.accepted) for key in keys) else []
@@ -227,7 +219,9 @@ def load_manifest(config: Config, run_dir: Path) -> DataManifest:
     return manifests.load(run_dir / MANIFEST, config.data.sources)
 
 
-def make_tokenizer(config: Config, found: Survey, directory: Path, base: Base | None) -> None:
+def make_tokenizer(
+    config: Config, found: survey.Survey, directory: Path, base: Base | None
+) -> None:
     """Write the run's tokenizer directory, with its chat template, completely or not at all.
 
     Raises UserError for a tokenizer or template that cannot be read.
@@ -241,7 +235,7 @@ def make_tokenizer(config: Config, found: Survey, directory: Path, base: Base | 
     if isinstance(asked, TrainTokenizer):
         _log.info("training a tokenizer of %d entries on the training documents", asked.train)
         start = time.perf_counter()
-        text = train_bpe(training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train)
+        text = train_bpe(survey.training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train)
         (partial / "tokenizer.json").write_text(text, "utf-8")
         (partial / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
         _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)

@@ -37,6 +37,7 @@ from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run.run import ModelSide, Processes
+from llmtrain.training.start import trials
 from llmtrain.training.start.frozen import (
     adapter_files,
     asked_kernel,
@@ -45,12 +46,6 @@ from llmtrain.training.start.frozen import (
     check_unchanged,
     choose_kernel,
     decide_compile,
-)
-from llmtrain.training.start.trials import (
-    Trial,
-    discarded_pass,
-    fitting_micro_batch,
-    hiding_attention,
 )
 from llmtrain.types import Spec
 
@@ -103,13 +98,13 @@ def build_model(
     prepared = _prepare(built, processes, optimizer, config.training.z_loss)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
-    hiding = hiding_attention(built.bare, prepared, data, precision, launched)
+    hiding = trials.hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
     seq_len, is_compiled = config.data.seq_len, compiled != "off"
-    trial = Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled)
+    trial = trials.Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
-        discarded_pass(trial, micro_batch_size)
+        trials.discarded_pass(trial, micro_batch_size)
     beside = adapter_files(config, processes, built.bare, spec)
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
@@ -227,7 +222,7 @@ def _check_room(config: Config, spec: Spec, run_id: str) -> None:
     check_room(root, config.checkpoint, config.total_steps, size, files, run_id)
 
 
-def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial) -> int:
+def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trials.Trial) -> int:
     """Return the micro-batch size: under DDP with `auto` the largest that fits, else the planned.
 
     A size that an earlier start froze takes precedence over trying.
@@ -241,6 +236,6 @@ def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: Trial
     if (frozen := auto.micro_batch_size) is not None:
         return frozen
     rows = config.global_batch_size // launched.ranks.world_size
-    size = fitting_micro_batch(trial, [n for n in range(planned, 0, -1) if rows % n == 0])
+    size = trials.fitting_micro_batch(trial, [n for n in range(planned, 0, -1) if rows % n == 0])
     auto.micro_batch_size = size
     return size

@@ -201,13 +201,14 @@ def test_several_runs_are_compared_only_where_a_file_is_named(tmp_path, capsys):
 
 
 def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, monkeypatch, capsys):
+    from llmtrain.tools.launch import child
     from llmtrain.tools.launch import launch as tools
 
     seen = []
 
     def note(*arguments):
         seen.append(arguments)
-        return tools.Ended(75, "error: a peer is gone")
+        return child.Ended(75, "error: a peer is gone")
 
     monkeypatch.setattr(tools, "launch", note)
     with pytest.raises(SystemExit) as ended:

@@ -318,7 +318,7 @@ def test_a_first_answer_later_than_the_client_waits_is_waited_for(listed, server
 
 
 def test_a_listing_that_never_comes_ends_the_start_and_says_so(listed, server, monkeypatch):
-    monkeypatch.setattr(resolving, "ATTEMPT_SECONDS", 0.2)
+    monkeypatch.setattr(fetch, "ATTEMPT_SECONDS", 0.2)
     monkeypatch.setattr(resolving, "ASK_SECONDS", 0.5)
     server.listing_faults.extend(["hang"] * 99)
     with pytest.raises(RunError, match="no complete answer") as raised:

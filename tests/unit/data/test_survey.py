@@ -163,7 +163,7 @@ def test_a_source_without_a_training_document_is_refused(place, texts):
 
 
 def test_a_compressed_file_that_says_it_is_too_large_is_refused_at_start(place, monkeypatch):
-    monkeypatch.setattr("llmtrain.data.file_parts.DECODED_LIMIT", 100)
+    monkeypatch.setattr("llmtrain.data.documents.lines.DECODED_LIMIT", 100)
     path = corpus.write_jsonl(place / "c.jsonl.gz", corpus.articles(50))
     assert "a larger one" in message(path)
 

@@ -7,6 +7,7 @@ import pytest
 from helpers import corpus, hub
 
 from llmtrain.config.schema import SourceConfig
+from llmtrain.data.remote import fetch
 from llmtrain.data.sources import hub as resolving
 from llmtrain.data.sources.hub import resolve
 from llmtrain.errors import RunError, UserError
@@ -34,7 +35,7 @@ def serve(tmp_path, monkeypatch):
     """A data set of these files takes the place of the Hub."""
     with hub.serving({}) as server:
         hub.stand_in(monkeypatch, server, tmp_path / "home")
-        monkeypatch.setattr(resolving, "pause", lambda seconds, stop: None)
+        monkeypatch.setattr(fetch, "pause", lambda seconds, stop: None)
 
         def serve(**files):
             for name, content in files.items():
@@ -136,7 +137,7 @@ def test_a_listing_that_hangs_is_left_alone(encyclopedia, monkeypatch):
             time.sleep(1)  # longer than anybody waits for it
         return []
 
-    monkeypatch.setattr(resolving, "ATTEMPT_SECONDS", 0.1)
+    monkeypatch.setattr(fetch, "ATTEMPT_SECONDS", 0.1)
     found = resolving._retry(lambda: first_hangs(None, KEY), "the listing", None)
     assert (found, len(calls)) == ([], 2)
 

@@ -248,7 +248,7 @@ def test_bytes_that_are_not_utf_8_and_many_bad_lines_are_named(made, tmp_path):
 def test_a_prompt_that_is_too_long_is_named_before_anything_is_computed(
     made, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tool, "complete", None)
+    monkeypatch.setattr(writer, "complete", None)
     file = corpus.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b c " * 99}])
     with pytest.raises(UserError, match=r"p\.jsonl, line 2 = .* tokens\n.*the model's positions"):
         written(made, file, tmp_path)
@@ -268,7 +268,7 @@ def test_messages_need_a_template_and_what_it_refuses_is_named(trained, tmp_path
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link", "dangling link", "below a file"])
 def test_an_existing_out_is_refused_and_stays_as_it_is(made, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(tool, "open_writer", None)  # nothing is loaded before
+    monkeypatch.setattr(writer, "open_writer", None)  # nothing is loaded before
     file, out = corpus.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}]), tmp_path / "out"
     there = tmp_path / "there"
     there.write_text("kept")
@@ -307,7 +307,7 @@ def test_a_failure_in_the_middle_leaves_nothing(made, tmp_path, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(tool, "complete", fail)
+    monkeypatch.setattr(writer, "complete", fail)
     file = corpus.write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}])
     with pytest.raises(RuntimeError, match="the device is gone"):
         written(made, file, tmp_path)
