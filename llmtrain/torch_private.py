@@ -19,14 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "unset_fake_temporarily"]
 
 # One call for many tensors, as torch's own optimizers make them.
 add_to_each = torch._foreach_add_
-subtract_from_each = torch._foreach_sub_
 multiply_each = torch._foreach_mul_
 norm_of_each = torch._foreach_norm
 fused_adamw = torch._fused_adamw_
@@ -36,19 +34,18 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default  # experts of a mixture
 CAST = torch.ops.aten._to_copy.default
 # What selective activation checkpointing keeps besides products.
 ATTENTIONS = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.torch_attn._varlen_attn.default,  # attention of documents
+    *(
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+        for kernel in (
+            "flash_attention",
+            "flash_attention_for_cpu",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    ),
 ]
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return what tells a storage from others while it lives. Fake ones have no address."""
-    number: int = storage._cdata
-    return number
 
 
 def without_modes(function: Any) -> Any:
@@ -56,21 +53,10 @@ def without_modes(function: Any) -> Any:
     return _disable_current_modes()(function)
 
 
-def has_forward_hook(module: nn.Module, hook: object) -> bool:
-    """Whether a module has this forward hook."""
-    return hook in module._forward_hooks.values()
-
-
 def fsdp_groups(module: FSDPModule) -> list[Any]:
     """Return the groups of parameters that FSDP2 gathers together for a module."""
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
     return groups
-
-
-def whole_shape(parameter: Any) -> torch.Size:
-    """Return the shape of a parameter that FSDP2 has sharded, before it was. It is not a tensor."""
-    shape: torch.Size = parameter._orig_size
-    return shape
 
 
 def make_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -38,10 +39,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmtrain.errors import Problem, raise_any
-from llmtrain.torch_private import has_forward_hook, unset_fake_temporarily
+from llmtrain.torch_private import unset_fake_temporarily
 from llmtrain.types import NOT_TRAINED, MicroBatch
 
 _ARGUMENTS = ("x", "position_ids", "layer_type")  # of each forward that `dynamic_rope_update` wraps
+_BY_DOCUMENT: WeakSet[nn.Module] = WeakSet()  # modules that have the hook already
 
 
 def rope_by_document(model: PreTrainedModel) -> None:
@@ -61,8 +63,9 @@ def rope_by_document(model: PreTrainedModel) -> None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         named = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-        if "longrope" in named and not has_forward_hook(module, _choose):
+        if "longrope" in named and module not in _BY_DOCUMENT:
             module.register_forward_hook(_choose, with_kwargs=True)
+            _BY_DOCUMENT.add(module)
 
 
 def rope_change(model: PreTrainedModel) -> tuple[str, int] | None:

@@ -268,10 +268,8 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no stub for it
         self.first: GradientEdge | None = None
-        self._weights = {torch_private.storage_id(p.untyped_storage()) for p in model.parameters()}
-        self._known = self._weights | {
-            torch_private.storage_id(b.untyped_storage()) for b in model.buffers()
-        }
+        self._weights = {id(p.untyped_storage()) for p in model.parameters()}
+        self._known = self._weights | {id(b.untyped_storage()) for b in model.buffers()}
         self._alive: dict[int, tuple[bool, int]] = {}
         self._casts: dict[int, int] = {}  # copies of weights, not in _alive
         self._in_block = False
@@ -282,17 +280,17 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
         is_cast = operation is torch_private.CAST
-        if is_cast and torch_private.storage_id(args[0].untyped_storage()) in self._weights:
+        if is_cast and id(args[0].untyped_storage()) in self._weights:
             storage = result.untyped_storage()
-            self._casts[torch_private.storage_id(storage)] = storage.nbytes()
-            weakref.finalize(storage, self._casts.pop, torch_private.storage_id(storage))
+            self._casts[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self._casts.pop, id(storage))
         for leaf in _leaves(result):
             if leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = torch_private.storage_id(storage)
+        key = id(storage)
         if key not in self._alive and key not in self._casts and key not in self._known:
             self._alive[key] = (self._in_block, storage.nbytes())
             self._size += storage.nbytes()

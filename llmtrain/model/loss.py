@@ -38,7 +38,6 @@ from transformers import PreTrainedModel
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
 from llmtrain.text import first_line
-from llmtrain.torch_private import storage_id
 from llmtrain.types import NOT_TRAINED
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap
@@ -145,10 +144,10 @@ def _watch(
     calls: list[tuple[int, int]] = []
 
     def see(_module: nn.Module, _inputs: object, output: Any) -> None:
-        outputs.append(storage_id(output[0].untyped_storage()))
+        outputs.append(id(output[0].untyped_storage()))
 
     def multiply(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        calls.append((storage_id(inputs[0].untyped_storage()), outputs[-1] if outputs else 0))
+        calls.append((id(inputs[0].untyped_storage()), outputs[-1] if outputs else 0))
         return output * factor
 
     hooks = [

@@ -36,7 +36,7 @@ from llmtrain.config.schema import GroupConfig, OptimizerConfig
 from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.trainable import no_match
-from llmtrain.torch_private import add_to_each, fused_adamw, make_states, subtract_from_each
+from llmtrain.torch_private import add_to_each, fused_adamw, make_states
 from llmtrain.types import Algorithm
 
 
@@ -87,7 +87,7 @@ class FusedAdamW(torch.optim.AdamW):
             found_inf=self.found_inf,
         )
         if self.found_inf is not None:
-            subtract_from_each(counted, [self.found_inf] * len(counted))
+            add_to_each(counted, [self.found_inf] * len(counted), alpha=-1)
 
 
 class Muon(torch.optim.Muon):

@@ -39,7 +39,7 @@ from llmtrain import system
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.torch_private import fsdp_groups, whole_shape
+from llmtrain.torch_private import fsdp_groups
 
 _log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def _fill_unused(module: nn.Module) -> None:
             for one, waits in zip(group.fsdp_params, waiting, strict=True):
                 if not waits and one.sharded_param.requires_grad:
                     one.unsharded_accumulated_grad = torch.zeros(
-                        whole_shape(one), dtype=one.reduce_dtype, device=group.device
+                        one.sharded_param.shape, dtype=one.reduce_dtype, device=group.device
                     )
 
 
