@@ -1,12 +1,18 @@
 import json
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import corpus
+from helpers import corpus, reference_stream
+from helpers.streams import BLOCKS, Run, lane_documents, named, whole_epochs
 
 from llmtrain.data.state import DataState, carry_over, check, last_block
+from llmtrain.data.stream import item_blocks, prefetch_factor
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.hashing import mix
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +98,316 @@ def test_another_order_begins_at_its_beginning(manifests):
     again = carry_over(state, manifests[1])
     assert not again.cursors.any()
     assert (again.next_block, again.counts) == (48, {"a": {"dropped": 1}})
+
+
+# Failures of other libraries at a resume: what was lost, repeated or out of order there.
+
+
+STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two sources of uneven units, a tokenizer."""
+    root = tmp_path_factory.mktemp("resume")
+    corpus.write_tokenizer(root / "tokenizer")
+    corpus.write_parquet(root / "a" / "1.parquet", corpus.articles(50))
+    corpus.write_jsonl(root / "b.jsonl", corpus.articles(31, 500))
+    return root
+
+
+@pytest.fixture(scope="module")
+def tokenizer(place):
+    return open_tokenizer(place / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def single(place):
+    return corpus.manifest_of(place / "tokenizer", place / "a", lanes=4)
+
+
+@pytest.fixture(scope="module")
+def mixed(place):
+    sources = ({"path": str(place / "a"), "weight": 2.0}, {"path": str(place / "b.jsonl")})
+    return corpus.manifest_of(place / "tokenizer", *sources, lanes=6, heldout=0.1)
+
+
+@pytest.fixture(scope="module")
+def straight(single, place):
+    """Four epochs and more in one start."""
+    return Run(single, place).start(1, STEPS)
+
+
+@pytest.fixture(scope="module")
+def straight_mixed(mixed, place):
+    return Run(mixed, place).start(1, STEPS)
+
+
+@pytest.fixture(scope="module")
+def packed(place):
+    """`bestfit`: windows of 512 tokens."""
+    return corpus.manifest_of(place / "tokenizer", place / "a", lanes=4, packing="bestfit")
+
+
+@pytest.fixture(scope="module")
+def straight_packed(packed, place):
+    return Run(packed, place).start(1, 40)
+
+
+def everything(single, tokenizer, rows):
+    """The documents of each whole epoch, after a look that none is there twice."""
+    epochs = whole_epochs(single, lane_documents(single, tokenizer, rows))
+    for epoch in epochs:
+        assert Counter(n for lane in epoch for n in named(lane)) == Counter(range(50))
+    return epochs
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in (1, 2))])
+def test_kills_at_random_blocks_lose_and_repeat_no_document(
+    single, place, tokenizer, straight, seed
+):
+    run = Run(single, place)
+    kills = 0
+    while len(run.digests) < STEPS:
+        drawn = mix(seed, kills)
+        steps = min(drawn % 12, STEPS - len(run.digests))
+        run.start(1 + drawn // 12 % 5, steps, lost=1 + drawn // 60 % 4)
+        kills += 1
+    assert kills > 8
+    assert run.rows == straight.rows
+    assert run.digests == straight.digests
+    assert run.states[-1].stream_digest == straight.states[-1].stream_digest
+    assert len(everything(single, tokenizer, run.rows)) >= 4
+
+
+def test_three_resumes_in_a_row_do_not_freeze_the_state(single, place, straight):
+    run = Run(single, place)
+    for start in range(4):
+        run.start(1, 7)
+        now, then = run.states[-1], straight.states[7 * (start + 1)]
+        assert np.array_equal(now.cursors, then.cursors)
+        assert (now.next_block, now.stream_digest) == (then.next_block, then.stream_digest)
+        assert not np.array_equal(now.cursors, run.states[-8].cursors)
+    assert run.rows == straight.rows[: 28 * BLOCKS]
+
+
+@pytest.fixture(scope="module")
+def ahead(single, place, straight):
+    """0, 1, 2 and 0 workers: (the run, steps of each start)."""
+    begin = straight.first_step_in(1) // 2
+    steps = (begin, straight.first_step_in(2) - begin + 3, 6, 5)
+    run = Run(single, place)
+    for count, workers in zip(steps, (0, 1, 2, 0), strict=True):
+        run.start(1, count, workers=workers)
+    return run, steps
+
+
+@pytest.mark.launches
+def test_persistent_workers_do_not_shorten_the_epoch_after_a_resume(single, tokenizer, ahead):
+    run, steps = ahead
+    behind = (steps[0] + steps[1]) * BLOCKS  # from the middle of epoch 0 on with one worker
+    epochs = everything(single, tokenizer, run.rows[:behind])
+    assert len(epochs) >= 2
+
+
+def test_a_resume_in_the_second_epoch_restores_the_order_not_the_position_alone(
+    single, place, straight
+):
+    check_order(single, place, straight, epoch=1)
+
+
+def test_a_resume_in_the_fourth_epoch_does_not_take_the_order_of_the_first(single, place, straight):
+    check_order(single, place, straight, epoch=3)
+
+
+def check_order(single, place, straight, epoch):
+    step = straight.first_step_in(epoch)
+    run = straight.resumed(step).start(3, 6)
+    assert run.rows == straight.after(step, 6)
+    state = straight.states[step]
+    first = np.where(np.arange(4) == 0, 0, state.cursors)  # the same position in epoch 0
+    first[:, :, 3] = 0
+    other = Run(single, place, replace(state, cursors=first)).start(1, 6)
+    assert other.rows != run.rows
+
+
+def test_what_a_resume_leaves_behind_is_not_left_out_again_in_later_epochs(
+    single, tokenizer, straight
+):
+    step = straight.first_step_in(1) // 2
+    run = straight.resumed(step).start(2, STEPS - step)
+    epochs = everything(single, tokenizer, straight.rows[: step * BLOCKS] + run.rows)
+    assert len(epochs) >= 4
+    for number, epoch in enumerate(epochs):
+        for lane, documents in enumerate(epoch):
+            expected = reference_stream.lane_documents(single, 0, lane, number)
+            assert documents == [document.text for document in expected]
+
+
+def test_other_numbers_of_processes_load_no_part_of_a_state(mixed, place, straight_mixed):
+    run = Run(mixed, place)
+    for world_size in (4, 2, 3, 8):
+        run.start(world_size, 9)
+    assert run.rows == straight_mixed.rows[: 36 * BLOCKS]
+    assert np.array_equal(run.states[-1].cursors, straight_mixed.states[36].cursors)
+
+
+def test_a_checkpoint_where_a_lane_rolls_over_is_as_right_as_any(straight):
+    epochs = [state.cursors[:, 0, 0].tolist() for state in straight.states]
+    rolling = [step for step in range(1, STEPS - 3) if epochs[step] != epochs[step - 1]]
+    assert len(rolling) > 4
+    for step in rolling:
+        for at in (step - 1, step):
+            run = straight.resumed(at).start(1 + at % 3, 2)
+            assert run.rows == straight.after(at, 2)
+
+
+@pytest.mark.launches
+def test_the_saved_state_has_every_lane_and_workers_share_none(single, tokenizer, ahead):
+    run, steps = ahead
+    spread = Run(single, run.place).start(3, 8)
+    assert np.array_equal(spread.states[-1].cursors, run.states[8].cursors)
+    assert (spread.states[-1].cursors[:, :, :3].sum(axis=2) > 0).all()
+    # Two workers: the first gives every other block. Each lane's come from one of them.
+    first = (steps[0] + steps[1]) * BLOCKS
+    rows = run.rows[first : first + steps[2] * BLOCKS]
+    documents = [
+        set(named([tokenizer.decode(row.ids[:-1]) for row in rows[worker::2]])) for worker in (0, 1)
+    ]
+    assert all(documents)
+    assert not documents[0] & documents[1]
+
+
+@pytest.mark.launches
+def test_what_was_read_ahead_is_not_lost_with_a_killed_worker(place, single, straight):
+    run = Run(single, place)
+    with ExitStack() as stack:
+        stream = run.open(0, 1, 1, stack)
+        size = item_blocks(single, BLOCKS, 1)
+        assert prefetch_factor(single, BLOCKS, 1, size) * size >= 8
+        run.ranks = [[next(stream) for _ in range(3)]]
+        stream._items.processes[0].kill()
+    assert run.taken(3).start(1, 3).rows == straight.rows[: 6 * BLOCKS]
+
+
+@pytest.fixture(scope="module")
+def lettered(place):
+    """(texts, tokens of an epoch, a manifest of one lane) for documents of known lengths."""
+
+    def made(name, lengths, **data):
+        path = corpus.write_parquet(place / f"{name}.parquet", corpus.letters(lengths))
+        return corpus.manifest_of(place / "tokenizer", path, lanes=1, **data)
+
+    return made
+
+
+@pytest.mark.parametrize("total", [63, 64, 65, 66])
+def test_a_save_at_the_very_end_of_an_epoch_replays_and_drops_nothing(
+    lettered, place, tokenizer, total
+):
+    manifest = lettered(f"cut{total}", [9, 20, 5, total - 34])
+    run = Run(manifest, place, blocks_per_step=1).start(1, 12)
+    expected = [block.ids for block in reference_stream.blocks(manifest, tokenizer, 12)]
+    assert [list(row.ids) for row in run.rows] == expected
+    ends = [tuple(state.cursors[0, 0].tolist()) for state in run.states]
+    if total == 64:  # blocks 4, 8 and 12 begin where an epoch does
+        assert [ends[step] for step in (4, 8, 12)] == [(1, 0, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
+    for step in range(1, 10):
+        assert run.resumed(step).start(1, 3).rows == run.after(step, 3)
+
+
+def test_a_save_behind_the_last_window_of_an_epoch_replays_and_drops_nothing(
+    lettered, place, tokenizer
+):
+    manifest = lettered("windows", [32] * 16, packing="bestfit")  # one window holds an epoch
+    run = Run(manifest, place, blocks_per_step=1).start(1, 100)
+    window = next(s for s in range(1, 100) if run.states[s].cursors[0, 0, 3] == 0)
+    end = run.states[window].cursors[0, 0].tolist()
+    assert end[0] == 0
+    assert end[2] > 0  # behind the last row, not at the next epoch's beginning
+    again = run.resumed(window).start(1, window)
+    assert again.rows == run.after(window, window)
+    for rows in (run.rows[:window], again.rows):
+        targets = Counter(label for row in rows for label in row.labels)
+        assert targets[tokenizer.eos] == 16
+        assert (
+            sorted(targets[tokenizer.encode(chr(ord("B") + n))[0]] for n in range(16)) == [30] * 16
+        )
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_a_save_at_the_end_of_the_data_is_the_end_after_a_resume_too(lettered, place, packing):
+    path = str(place / "windows.parquet")
+    corpus.write_parquet(place / "windows.parquet", corpus.letters([32] * 16))
+    manifest = corpus.manifest_of(
+        place / "tokenizer", {"path": path, "max_epochs": 2}, lanes=1, packing=packing
+    )
+    run = Run(manifest, place, blocks_per_step=1).start(1, 100)
+    end = next(step for step, batch in enumerate(run.ranks[0]) if batch.ended)
+    assert 60 <= end < 90
+    for before in (1, 0):
+        resumed = run.resumed(end - before).start(1, 4)
+        assert [batch.ended for batch in resumed.ranks[0]] == [False] * before + [True] * (
+            4 - before
+        )
+        assert [batch.trained_tokens > 0 for batch in resumed.ranks[0]] == [True] * before + [
+            False
+        ] * (4 - before)
+
+
+def test_a_save_at_the_first_step_of_every_start_is_complete(mixed, place, straight_mixed):
+    run = Run(mixed, place)
+    for start in range(12):
+        run.start(1 + start % 3, 1)
+        assert np.array_equal(run.states[-1].cursors, straight_mixed.states[start + 1].cursors)
+    assert run.rows == straight_mixed.rows[: 12 * BLOCKS]
+
+
+def test_a_resume_within_an_epoch_of_two_sources_resets_neither(mixed, place, straight_mixed):
+    state = straight_mixed.states
+    middle = next(s for s in range(STEPS) if 0 < state[s].cursors[:, 0, 0].sum() < 6)
+    ends = [middle, straight_mixed.first_step_in(1), STEPS]
+    assert sorted(set(ends)) == ends
+    assert (state[STEPS].cursors[:, 1, 0] >= 1).sum() > 2  # the second source rolls over, too
+    run = Run(mixed, place)
+    for number, end in enumerate(ends):
+        run.start(1 + number, end - len(run.digests))
+    assert run.rows == straight_mixed.rows
+    assert np.array_equal(run.states[-1].cursors, state[-1].cursors)
+
+
+@pytest.mark.launches
+def test_resumes_with_none_one_and_two_workers_go_on_alike(straight, ahead):
+    run, steps = ahead
+    assert run.rows == straight.rows[: sum(steps) * BLOCKS]
+    assert run.digests == straight.digests[: sum(steps)]
+    assert np.array_equal(run.states[-1].cursors, straight.states[sum(steps)].cursors)
+
+
+def test_the_first_block_after_a_load_is_that_of_the_state(place, single, straight):
+    beginning = straight.rows[:4]
+    for step in (1, 17, 50):
+        loaded = straight.resumed(step).start(1, 1).rows[:4]
+        assert loaded == straight.after(step)[:4]
+        assert not set(loaded) & set(beginning)
+
+
+def test_a_resume_goes_on_in_the_first_second_and_third_epoch(straight):
+    for epoch in range(3):
+        step = straight.first_step_in(epoch) + 4
+        lanes = straight.states[step].cursors[:, 0, 0]
+        assert lanes.min() == epoch
+        until = straight.first_step_in(epoch + 1)
+        run = straight.resumed(step).start(2, until - step)
+        assert run.rows == straight.after(step, until - step)
+        assert (run.states[-1].cursors[:, 0, 0] == epoch + 1).all()
+
+
+def test_packed_windows_are_gone_on_with_where_a_kill_cut_them(straight_packed):
+    run = straight_packed
+    inside = [s for s, state in enumerate(run.states[:-2]) if (state.cursors[:, 0, 3] > 0).any()]
+    assert len(inside) > 20
+    for step in inside:
+        again = run.resumed(step).start(1 + step % 4, 2, lost=1)
+        assert again.rows == run.after(step, 2)
+    assert len({row.labels.count(-100) for row in run.rows}) > 3  # borders and padding, too

@@ -4,17 +4,31 @@ tests/docs/test_pages.py gives the commands.
 """
 
 import ast
+import json
 import re
 import tomllib
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
-from helpers import pages, shown_commands
+from helpers import chats, corpus, pages, shown_commands
 from helpers.pages import prints
 from helpers.ranks import ROOT
 from helpers.shown_commands import CannotBeGivenError, check
 
+from llmtrain.config.binding import data_settings
+from llmtrain.config.keys import all_keys
 from llmtrain.config.load import load_config
+from llmtrain.config.schema import Config
+from llmtrain.config.suggestions import foreign, guess
+from llmtrain.data.audit.first_rows import check_first_rows, count_unread
+from llmtrain.data.chat.chat import Chat
+from llmtrain.data.documents.reader import Reader
+from llmtrain.data.heldout import training_texts
+from llmtrain.data.survey import survey
+from llmtrain.data.tokens.encode import DocumentEncoder, settings_of
+from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
 
 ALL = ["README.md", "CONTRIBUTING.md", *pages.names()]
@@ -233,3 +247,217 @@ def test_a_command_that_would_be_refused_is_found(line):
 )
 def test_a_command_that_works_passes(line):
     check(line)
+
+
+# The tables of docs/guides/coming-from.md agree with the program, and their tests exist.
+
+
+COMING_FROM = (ROOT / "docs" / "guides" / "coming-from.md").read_text("utf-8")
+
+
+def rows(heading):
+    """The cells of the first table below a heading, without its head."""
+    below = COMING_FROM.partition(f"\n## {heading}\n")[2]
+    lines = [line for line in below.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def named(row):
+    """The names of other trainers in a row, and the key beside them; "" for no key."""
+    first, second, ours, _ = row
+    key = "" if ours == "no key" else ours.strip("`")
+    names = [cell.strip("`") for cell in (first, second) if cell != "–"]
+    assert names
+    return names, key
+
+
+def meant(name):
+    return guess(name).key.replace(".0.", ".*.")
+
+
+def test_each_name_of_another_trainer_leads_to_the_key_beside_it():
+    fine_tuning = rows("Fine-tuning")
+    assert len(fine_tuning) >= 20
+    for names, key in map(named, fine_tuning):
+        for name in names:
+            assert name == key or meant(name) == key, f"{name}: {meant(name)}, not {key}"
+
+
+def test_no_name_of_a_pretrainer_leads_to_another_key_than_the_one_beside_it():
+    pretraining = rows("Pretraining")
+    assert len(pretraining) >= 10
+    ours = {key.name for key in all_keys()} | {""}
+    for names, key in map(named, pretraining):
+        assert key in ours
+        assert all(meant(name) in (key, "") for name in names), names
+        assert all(meant(name) == key for name in names if name in foreign()), names
+
+
+def test_the_message_is_that_of_the_program(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    overrides = ["training.per_device_train_batch_size=8", "tensor_parallel_size=2"]
+    with pytest.raises(UserError) as raised:
+        load_config("configs/quickstart.yaml", overrides)
+    assert f"```text\nerror: {raised.value}\n```" in COMING_FROM
+
+
+# The messages of docs/guides/wrong.md are those of the program.
+
+
+WRONG = (ROOT / "docs" / "guides" / "wrong.md").read_text("utf-8")
+_JOINED = re.compile(r'"\s*\n\s*f?"')  # two literals that Python joins
+
+
+def first_cells():
+    """The cells in which a row shows a message or an event."""
+    return re.findall(r'^\| <a id="[\w-]+"></a>([^|]+) \|', WRONG, flags=re.M)
+
+
+def source():
+    texts = (file.read_text("utf-8") for file in sorted((ROOT / "llmtrain").rglob("*.py")))
+    return _JOINED.sub("", "\n".join(texts))
+
+
+def test_each_message_is_one_of_the_program():
+    program = source()
+    cells = first_cells()
+    assert len(cells) >= 30
+    for cell in cells:
+        shown = re.match(r"`([^`]+)`|\*([^*]+)\*", cell)
+        assert shown, cell
+        for part in (shown[1] or shown[2]).split("…"):
+            text = part.strip().rstrip("?")
+            assert re.search(re.escape(text), program, re.IGNORECASE), f"{cell}: {text!r}"
+
+
+def test_each_row_has_a_name_of_its_own_to_link_to():
+    names = re.findall(r'<a id="([\w-]+)">', WRONG)
+    assert len(names) == len(set(names)) == len(first_cells())
+
+
+def test_the_first_message_is_that_of_the_program(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    overrides = ["training.global_batch_size=10", "training.micro_batch_size=4"]
+    with pytest.raises(UserError) as raised:
+        load_config("configs/quickstart.yaml", overrides)
+    assert f"```text\nerror: {raised.value}\n```" in WRONG
+
+
+# The tables of the page on rows: each row is tried, and becomes what the page says.
+
+
+ROWS_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "rows.md"
+LETTERS = {
+    "U": '{"role": "user", "content": "Hi?"}',
+    "A": '{"role": "assistant", "content": "Yes."}',
+}
+ROWS = re.findall(r"^\| `(\{.*\})` \| (.*) \|$", ROWS_PAGE.read_text("utf-8"), re.MULTILINE)
+# As chatml, but with the names of the functions that are called.
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    tokens = ("<|im_start|>", "<|im_end|>")
+    return chats.make(tmp_path_factory.mktemp("rows") / "tokenizer", TEMPLATE, tokens)
+
+
+def test_each_form_and_key_stands_on_the_page():
+    assert len(ROWS) > 50
+    text = ROWS_PAGE.read_text("utf-8")
+    for name in ("weight", "train", "history", "system", "function_call", "functions", "kto_tag"):
+        assert f'"{name}"' in text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(("row", "told"), ROWS, ids=[str(n) for n in range(len(ROWS))])
+def test_a_row_becomes_what_the_page_says(tmp_path, tokenizer, row, told, suffix):
+    for letter, message in LETTERS.items():
+        row = re.sub(rf"(?<![\w\"]){letter}(?![\w\"])", lambda _, of=message: of, row)
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        corpus.write_parquet(path, [json.loads(row)])
+    else:
+        path.write_text(f"[{row}]" if suffix == "json" else f"{row}\n")
+    config = Config.model_validate({
+        "data": {"sources": [{"path": str(path)}], "seq_len": 512, "heldout": 0.0},
+        "training": {"steps": 1},
+    })  # fmt: skip
+    chat = Chat(tokenizer, settings_of(config.chat, chats.DEFAULTS.date), 512)
+    encoder = DocumentEncoder(open_tokenizer(tokenizer), chat)
+    expected = re.findall("`([^`]+)`", told)
+    if told.startswith("refused"):
+        with pytest.raises(UserError) as caught:
+            check_first_rows(survey(data_settings(config), 1), encoder)
+        assert expected[0] in str(caught.value)
+        return
+    found = survey(data_settings(config), 1)
+    (source,), reader = found.sources, Reader(found.reading)
+    assert (source.form is None) is (told == "a document")
+    if source.form is None:
+        return
+    check_first_rows(found, encoder)
+    trained, _, unread = told.partition("; not read: ")
+    assert sorted(count_unread(source, 42, reader, encoder)) == re.findall("`([^`]+)`", unread)
+    (text,) = training_texts(source, 0, 42, reader)
+    (encoded,) = encoder.documents(source, [text])
+    said = []
+    for begin, end in zip(encoded.cuts, encoded.cuts[1:], strict=False):
+        ids, flags = encoded.ids[begin:end].tolist(), encoded.trained[begin:end].tolist()
+        said += [chats.plain(tokenizer).decode(one, False) for _, one in chats.spans(ids, flags)]
+    said = [re.sub(r"<\|(im_end|endoftext)\|>$", "", one) for one in said]
+    expected = re.findall("`([^`]+)`", trained)
+    calls = re.findall("a call of `([^`]+)`", trained)
+    assert said == [f"[{one}]" if one in calls else one for one in expected]
+
+
+# The pictures of README and of the pages: they exist, are small, and are shown somewhere.
+
+
+PICTURES = sorted((ROOT / "docs" / "images").iterdir())
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SVG = "{http://www.w3.org/2000/svg}"
+NARROW = 343  # pixels that a page has for a picture on a screen of 390
+
+
+def shown():
+    """The file of every picture that a page shows."""
+    pattern = r'(?:src|srcset)="([^":]+)"|!\[[^\]]*\]\(([^):]+)\)'
+    for page in PAGES:
+        for tag, markdown in re.findall(pattern, page.read_text("utf-8")):
+            yield (page.parent / (tag or markdown)).resolve()
+
+
+def test_every_picture_that_is_shown_exists_and_every_one_that_exists_is_shown():
+    assert set(shown()) == {picture.resolve() for picture in PICTURES}
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_is_small(picture):
+    assert picture.stat().st_size < 150_000
+
+
+@pytest.mark.parametrize(
+    "picture", [one for one in PICTURES if one.suffix == ".svg"], ids=lambda one: one.name
+)
+def test_a_drawing_has_a_dark_form_words_for_who_cannot_see_it_and_text_to_read_when_narrow(
+    picture,
+):
+    root = ElementTree.fromstring(picture.read_text("utf-8"))
+    assert root.find(f"{SVG}title") is not None
+    assert root.find(f"{SVG}desc") is not None
+    assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
+    width = float(root.attrib["viewBox"].split()[2])
+    assert float(root.attrib["font-size"]) * NARROW / width >= 11
+
+
+def test_the_picture_of_the_report_is_as_wide_light_as_dark():
+    sizes = {
+        path.read_bytes()[16:20] for path in PICTURES if path.name.startswith("report-")
+    }  # the width in the header of a PNG
+    assert len(sizes) == 1

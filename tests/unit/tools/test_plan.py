@@ -1,18 +1,23 @@
 """`llmtrain.plan`: what a config would take on machines that are here, and on some that are not."""
 
 import json
+from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+import yaml
 from helpers.config import loaded
+from helpers.on_paper import gpus
 
 import llmtrain
 from llmtrain.cli.plan_view import plan_lines
 from llmtrain.distributed.engines import accelerator
 from llmtrain.distributed.engines.accelerator import Rates
-from llmtrain.distributed.plan.memory import PARTS
+from llmtrain.distributed.plan.memory import PARTS, Hardware
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
-from llmtrain.tools.plan import launch_file, plan
+from llmtrain.tools.launch.file import launch_values, read_launch_file, write_launch_file
+from llmtrain.tools.plan import launch_file, plan, table
 from llmtrain.training.start import planning
 
 GIB = 2**30
@@ -299,3 +304,108 @@ def test_where_a_forward_cannot_be_counted_the_rest_is_planned(tmp_path, monkeyp
     little = plan(small(tmp_path, "distributed.device_memory_gb=0.0001"))
     assert little.to_json()["strategies"][0]["fits"] is False
     assert plan(small(tmp_path), devices=2, device_memory_gb=80).speeds == ()
+
+
+# Accelerate files of a plan, beside those in accelerate_configs/.
+
+
+FILES = Path(__file__).parents[3] / "accelerate_configs"
+CPU = Hardware(2**33, None, 2, 1, cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "hardware", "precision"),
+    [
+        ("cpu", "ddp", CPU, "fp32"),
+        ("single", "ddp", gpus(1, 80), "bf16"),
+        ("ddp", "ddp", gpus(8, 80), "bf16"),
+        ("ddp_multinode", "ddp", gpus(8, 80, nodes=2), "bf16"),
+        ("fsdp2", "fsdp2", gpus(8, 80), "bf16"),
+        ("fsdp2_offload", "fsdp2_offload", gpus(8, 80), "bf16"),
+        ("hsdp_multinode", "hsdp", gpus(8, 80, nodes=2), "bf16"),
+        ("zero2", "zero2", gpus(8, 80), "bf16"),
+        ("zero3", "zero3", gpus(8, 80), "bf16"),
+        ("zero3_offload", "zero3_offload", gpus(8, 80), "bf16"),
+        ("zero3_multinode", "zero3", gpus(8, 80, nodes=2), "bf16"),
+    ],
+)
+def test_the_values_are_those_of_the_file_for_the_same_devices(name, strategy, hardware, precision):
+    shipped = yaml.safe_load((FILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert launch_values(strategy, hardware, precision) == shipped
+
+
+def test_every_shipped_file_is_compared():
+    marks = test_the_values_are_those_of_the_file_for_the_same_devices.pytestmark
+    compared = {case[0] for case in marks[0].args[1]}
+    assert compared == {path.stem for path in FILES.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "fsdp2_offload"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_written_file_is_one_that_the_launcher_takes(tmp_path, strategy, devices):
+    path = tmp_path / "accelerate.yaml"
+    assert not write_launch_file(path, launch_values(strategy, gpus(devices, 80), "bf16"))
+    assert read_launch_file(path, None).processes == devices
+    assert write_launch_file(path, launch_values("ddp", gpus(2, 80), "fp32"))
+    found = read_launch_file(path, None)
+    assert (found.processes, found.values["mixed_precision"]) == (2, "no")
+
+
+def test_a_file_for_several_nodes_says_how_to_start_it(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    write_launch_file(path, launch_values("ddp", gpus(8, 80, nodes=2), "bf16"))
+    assert f"accelerate launch --config_file {path} --rdzv_backend c10d" in path.read_text()
+
+
+def row(name, **changes):
+    parts = {"parameters": 3 * GIB, "gradients": 2 * GIB, "optimizer": 6 * GIB, "reserve": 0}
+    return {
+        "name": name, "chosen": False, "activation_checkpointing": "none", "micro_batch_size": 8,
+        "accumulation": 4, "parts": parts, "total_bytes": 11 * GIB, "host_bytes": GIB,
+        "fits": True, "missing_bytes": 0, "remedy": "", "tokens_per_second": 1234.6,
+    } | changes  # fmt: skip
+
+
+class Cells(HTMLParser):
+    """The text of each cell, row by row, and every tag."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.tags = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data):
+        if self.rows:
+            self.rows[-1][-1] += data
+
+
+def test_each_strategy_is_a_row():
+    rows = [
+        row("ddp", fits=False, remedy="adapter.kind=lora"),
+        row("fsdp2", chosen=True),
+        row("zero2", total_bytes=None, fits=None, tokens_per_second=None),
+    ]
+    head, ddp, fsdp2, zero2 = Cells(table({"reason": "it fits", "strategies": rows})).rows
+    assert len(head) == len(ddp) == len(fsdp2) == len(zero2)
+    assert ddp[0] == "ddp"
+    assert ddp[-1] == "no; try adapter.kind=lora"
+    assert fsdp2[0] == "fsdp2, chosen"
+    assert fsdp2[1].startswith("11 GiB (optimizer 6 GiB, parameters 3 GiB, gradients 2 GiB")
+    assert fsdp2[2:] == ["none", "8", "4", "1,235", "yes"]
+    assert zero2[1].startswith("? (")
+    assert zero2[-2:] == ["?", "?"]
+
+
+def test_text_stays_text():
+    hostile = "<script>alert(1)</script><img src=x onerror=alert(2)>&"
+    found = Cells(table({"reason": hostile, "strategies": [row(hostile, remedy=hostile)]}))
+    assert not {"script", "img"} & set(found.tags)
+    assert found.rows[1][0] == hostile

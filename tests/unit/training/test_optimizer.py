@@ -1,4 +1,6 @@
+import math
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +13,15 @@ from llmtrain.distributed.engines.state import create_state
 from llmtrain.distributed.plan import memory
 from llmtrain.errors import UserError
 from llmtrain.model import trainable
-from llmtrain.training.optimizer import Muon, algorithms, arrange, make_optimizer
+from llmtrain.training.optimizer import (
+    Muon,
+    algorithms,
+    arrange,
+    learning_rate_factor,
+    make_optimizer,
+    orthogonalize,
+    warmup_steps,
+)
 
 
 def tiny(tied, **changes):
@@ -284,3 +294,118 @@ def test_fused_adamw_has_the_bits_of_torchs_own(scale, refused, without):
         kept = own.state[one]
         assert kept.keys() == torchs.state[other].keys()
         assert all(torch.equal(kept[key], torchs.state[other][key]) for key in kept)
+
+
+SETTINGS = torch.optim.Muon([torch.zeros(2, 2)]).defaults
+SHAPES = [(24, 24), (16, 40), (40, 16), (2, 9)]
+
+
+def drawn(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_matrix_keeps_its_directions_and_its_singular_values_go_through_a_polynomial(shape):
+    left, sizes, right = torch.linalg.svd(drawn(shape).double(), full_matrices=False)
+    sizes = sizes / sizes.norm()
+    for _ in range(5):
+        sizes = 3.4445 * sizes - 4.775 * sizes**3 + 2.0315 * sizes**5
+    made = orthogonalize(drawn(shape), SETTINGS)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made.double(), left @ sizes.diag() @ right, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_what_torch_makes_in_bf16(shape):
+    from torch.optim._muon import _zeropower_via_newtonschulz as in_bf16
+
+    args = [SETTINGS[name] for name in ("ns_coefficients", "ns_steps", "eps")]
+    theirs = in_bf16(drawn(shape), *args)
+    torch.testing.assert_close(
+        orthogonalize(drawn(shape), SETTINGS), theirs.float(), atol=0.04, rtol=0
+    )
+
+
+def test_only_a_cpu_makes_it_in_fp32():
+    assert orthogonalize(torch.empty(4, 3, device="meta"), SETTINGS).dtype == torch.bfloat16
+
+
+def test_a_gradient_of_zero_stays_zero():
+    assert not orthogonalize(torch.zeros(4, 3), SETTINGS).any()
+
+
+def test_all_but_the_orthogonalization_is_torchs_in_bits(monkeypatch):
+    monkeypatch.setattr(
+        "torch.optim._muon._zeropower_via_newtonschulz",
+        lambda matrix, *_: orthogonalize(matrix, SETTINGS),
+    )
+    runs = []
+    for kind, extra in ((Muon, {}), (torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"})):
+        matrices = [torch.nn.Parameter(drawn(shape)) for shape in SHAPES]
+        optimizer = kind(matrices[:-1], lr=0.05, weight_decay=0.2, **extra)
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] *= 0.5
+            for matrix in matrices[:-1]:
+                matrix.grad = drawn(tuple(matrix.shape), step)
+            matrices[step].grad = None
+            optimizer.step()
+        runs.append([*matrices, *(s["momentum_buffer"] for s in optimizer.state.values())])
+    assert len(runs[0]) == 2 * len(SHAPES) - 1
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+def factors(steps, **keys):
+    config = OptimizerConfig.model_validate(keys)
+    return [learning_rate_factor(config, steps, step) for step in range(1, steps + 1)]
+
+
+def test_cosine_warms_up_peaks_and_ends_at_the_floor():
+    found = factors(100, schedule="cosine", warmup_steps=10, min_lr_ratio=0.1)
+    assert found[:10] == [pytest.approx(step / 10) for step in range(1, 11)]
+    assert found[54] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 45 / 90)) / 2)
+    assert found[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in pairwise(found[9:]))
+
+
+def test_linear_falls_by_equal_steps_to_the_floor():
+    found = factors(11, schedule="linear", warmup_steps=1, min_lr_ratio=0.0)
+    assert found == [pytest.approx(1 - k / 10) for k in range(11)]
+
+
+def test_constant_stays_at_the_peak():
+    assert factors(20, schedule="constant", warmup_steps=2)[1:] == [1.0] * 19
+
+
+def test_wsd_is_flat_and_decays_over_the_last_fifth():
+    found = factors(100, schedule="wsd", warmup_steps=10, min_lr_ratio=0.1)
+    assert found[9:80] == [1.0] * 71
+    assert found[80] == pytest.approx(1 - 0.9 / 20)
+    assert found[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_a_factor_lies_in_0_to_1_whatever_the_lengths(schedule):
+    for steps in (1, 2, 3, 10):
+        for warmup in (1, 2, 10, 0.5):
+            found = factors(steps, schedule=schedule, warmup_steps=warmup)
+            assert all(0 < factor <= 1 for factor in found)
+
+
+def test_a_fraction_of_warmup_is_a_share_of_the_steps():
+    assert warmup_steps(OptimizerConfig(warmup_steps=0.03), 1000) == 30
+    assert warmup_steps(OptimizerConfig(warmup_steps=0.03), 10) == 1
+    assert warmup_steps(OptimizerConfig(warmup_steps=100), 30) == 30
+
+
+def test_it_is_the_schedule_of_transformers():
+    import torch
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 10, 100, min_lr_rate=0.1)
+    ours = factors(100, schedule="cosine", warmup_steps=10, min_lr_ratio=0.1)
+    for step in range(100):
+        optimizer.step()
+        theirs.step()
+        assert ours[step] == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-6)

@@ -1,16 +1,31 @@
 import json
+import logging
+import os
 import subprocess
 import sys
+from collections import Counter
+from itertools import islice, pairwise
 
 import numpy as np
 import psutil
 import pytest
 from helpers import corpus, vocabularies
 from helpers.rings import diagonal
-from helpers.vocabularies import SMALL, library_ids, shared, word_pieces
+from helpers.vocabularies import SMALL, edited, library_ids, saved, shared, word_pieces
 
-from llmtrain.data.tokens.convert import PROBES
-from llmtrain.data.tokens.tokenizer import PART_CHARACTERS, open_tokenizer, split_long
+from llmtrain.config.binding import data_settings
+from llmtrain.data.survey import some_texts, survey
+from llmtrain.data.tokens.convert import PROBES, byte_symbols
+from llmtrain.data.tokens.tokenizer import (
+    END_OF_TEXT,
+    PART_CHARACTERS,
+    choose_tokenizer,
+    first_difference,
+    open_tokenizer,
+    split_long,
+    tokenizer_config,
+    train_bpe,
+)
 from llmtrain.errors import UserError
 
 BACKENDS = ("tokenizers", "tiktoken")
@@ -29,7 +44,7 @@ def marked(request, tmp_path_factory):
     return word_pieces(tmp_path_factory.mktemp("marked") / request.param, request.param)
 
 
-def edited(small, tmp_path, **settings):
+def with_settings(small, tmp_path, **settings):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((small / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -194,12 +209,12 @@ def test_memory_does_not_grow_with_varied_text(small, backend):
 
 def test_no_end_of_text_token_is_refused(small, tmp_path):
     with pytest.raises(UserError, match="end-of-text token"):
-        open_tokenizer(edited(small, tmp_path))
+        open_tokenizer(with_settings(small, tmp_path))
 
 
 def test_tokens_may_be_written_as_objects(small, tmp_path):
     token = {"content": "<|endoftext|>", "lstrip": False}
-    assert open_tokenizer(edited(small, tmp_path, eos_token=token, pad_token=token)).pad == 0
+    assert open_tokenizer(with_settings(small, tmp_path, eos_token=token, pad_token=token)).pad == 0
 
 
 def test_no_pad_token_is_not_the_entry_none(tmp_path):
@@ -214,7 +229,7 @@ def test_no_pad_token_is_not_the_entry_none(tmp_path):
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
 def test_a_missing_or_broken_file_is_refused(small, tmp_path, content):
-    directory = edited(small, tmp_path, eos_token="<|endoftext|>")
+    directory = with_settings(small, tmp_path, eos_token="<|endoftext|>")
     if content is None:
         (directory / "tokenizer.json").unlink()
     else:
@@ -261,3 +276,254 @@ def test_the_small_tokenizers_are_what_their_program_writes(tmp_path):
     assert sum((SMALL / name).stat().st_size for name in names) <= 300_000
     for name in names:
         assert (tmp_path / name).read_bytes() == (SMALL / name).read_bytes(), name
+
+
+ARTICLES = [row["text"] for row in corpus.articles(20)]
+
+
+@pytest.fixture(scope="module")
+def chosen_small(tmp_path_factory):
+    return corpus.write_tokenizer(tmp_path_factory.mktemp("choice") / "small")
+
+
+@pytest.fixture(autouse=True)
+def log(caplog):
+    caplog.set_level(logging.INFO, "llmtrain")
+    return caplog
+
+
+def splitting(found, regex):
+    step = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    found["pre_tokenizer"] |= {"use_regex": False}
+    steps = [step, found["pre_tokenizer"]]
+    found["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+
+
+def hiding_an_entry(found):
+    symbols = {symbol: index for index, symbol in enumerate(byte_symbols())}
+    vocab = symbols | {"bc": 256, "ab": 257, "abc": 258, "<|endoftext|>": 259}
+    merges = [["b", "c"], ["a", "b"], ["ab", "c"]]
+    found["model"] |= {"vocab": vocab, "merges": merges}
+    found["added_tokens"][0]["id"] = 259
+
+
+def test_tiktoken_is_taken_where_the_ids_are_equal(chosen_small, log):
+    assert choose_tokenizer(chosen_small, ARTICLES).backend == "tiktoken"
+    assert "tiktoken: ids equal those of tokenizers on 20 documents" in log.text
+
+
+@pytest.mark.parametrize("name", ["thinking", "bare"])
+def test_byte_level_tokenizers_of_other_forms_get_tiktoken(tmp_path, name):
+    directory = saved(SMALL / name, tmp_path)
+    assert choose_tokenizer(directory, vocabularies.sample_texts(60)).backend == "tiktoken"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_real_byte_level_tokenizers_get_tiktoken(tmp_path, name):
+    directory = saved(shared(f"tokenizers/{name}"), tmp_path)
+    texts = [
+        *vocabularies.real_texts("20140304.en", 60),
+        *vocabularies.real_texts("20210520.vi", 60),
+    ]
+    assert choose_tokenizer(directory, texts).backend == "tiktoken"
+
+
+def test_one_that_does_not_convert_keeps_tokenizers_and_the_reason_is_said(tmp_path, log):
+    directory = word_pieces(tmp_path / "words", "unigram")
+    assert choose_tokenizer(directory, ARTICLES).backend == "tokenizers"
+    assert "with tokenizers, because its model is Unigram, not BPE" in log.text
+
+
+def test_an_entry_that_merges_do_not_lead_to_keeps_tokenizers(chosen_small, tmp_path, log):
+    directory = edited(chosen_small, tmp_path / "edited", hiding_an_entry)
+    differing = [
+        open_tokenizer(directory, name).encode("abc") for name in ("tokenizers", "tiktoken")
+    ]
+    assert [len(ids) for ids in differing] == [2, 1]
+    assert choose_tokenizer(directory, ARTICLES).backend == "tokenizers"
+    assert "its merges do not lead to the entry 'abc'" in log.text
+
+
+def test_a_pattern_that_leaves_characters_out_is_found_by_the_awkward_texts(
+    chosen_small, tmp_path, log
+):
+    directory = edited(
+        chosen_small, tmp_path / "edited", lambda d: splitting(d, r"[\p{L}\p{N}]+|\s+")
+    )
+    assert choose_tokenizer(directory, []).backend == "tokenizers"
+    assert "tiktoken gives other ids at" in log.text
+
+
+def test_what_only_a_document_shows_is_found_in_it(chosen_small, tmp_path, log):
+    """tiktoken leaves out what its pattern does not match: here one word alone."""
+    directory = edited(
+        chosen_small, tmp_path / "edited", lambda d: splitting(d, r"(?!§§)[\s\S]|(?<=§)§")
+    )
+    assert choose_tokenizer(directory, ARTICLES).backend == "tiktoken"
+    assert choose_tokenizer(directory, [*ARTICLES, "a law §§ 3 and 4"]).backend == "tokenizers"
+    assert "tiktoken gives other ids at 'a law §§" in log.text
+
+
+def test_a_pattern_that_tiktoken_cannot_read_keeps_tokenizers(chosen_small, tmp_path, log):
+    directory = edited(
+        chosen_small, tmp_path / "edited", lambda d: splitting(d, r"(?<name>a)\g<name>|.")
+    )
+    assert choose_tokenizer(directory, ARTICLES).backend == "tokenizers"
+    assert "with tokenizers, because" in log.text
+
+
+def test_a_back_end_that_fails_on_a_long_text_is_not_taken(chosen_small, monkeypatch, log):
+    monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 1 << 20)
+    monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 1 << 20)
+    assert choose_tokenizer(chosen_small, ARTICLES).backend == "tokenizers"
+    assert "tiktoken fails on 1048576 characters" in log.text
+
+
+def test_without_tiktoken_a_fresh_run_takes_tokenizers(chosen_small, monkeypatch, log):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert choose_tokenizer(chosen_small, ARTICLES).backend == "tokenizers"
+    assert "tiktoken is not installed" in log.text
+
+
+def test_the_first_difference_is_shown_in_its_place(chosen_small, tmp_path):
+    one, other = (
+        open_tokenizer(chosen_small),
+        open_tokenizer(corpus.write_tokenizer(tmp_path / "o", 270)),
+    )
+    assert first_difference(one, one, ARTICLES) is None
+    assert "river" in str(first_difference(one, other, ["", "qqqq river qqqq"]))
+
+
+def test_documents_to_compare_come_from_all_sources_in_turn(tmp_path):
+    rows = corpus.articles(60)
+    corpus.write_parquet(tmp_path / "a" / "0.parquet", rows[:40])
+    corpus.write_jsonl(tmp_path / "b.jsonl", rows[40:])
+    found = survey(data_settings(corpus.config(tmp_path / "a", tmp_path / "b.jsonl")), 1)
+    texts = list(some_texts(found, 10, 1 << 20))
+    first, second = ({row["text"] for row in part} for part in (rows[:40], rows[40:]))
+    assert first.issuperset(texts[0::2])
+    assert second.issuperset(texts[1::2])
+    assert len(set(texts)) == 10
+    assert len(list(some_texts(found, 256, 1 << 20))) == 60
+    size = sum(len(text.encode()) for text in islice(texts, 3))
+    assert list(some_texts(found, 10, size)) == texts[:3]
+
+
+# Training a byte-level BPE.
+
+
+TEXTS = [f"The river number {n} flows past {n * n} houses; its water is cold." for n in range(300)]
+ODD = "naïve 東京 🦊\r\n\t\x00 \u2028  <|endoftext|> e\u0301 don't 1234567\n\n"
+PROGRAM = """
+from llmtrain.data.tokens.tokenizer import train_bpe
+texts = [f"The river number {n} flows past {n * n} houses; its water is cold." for n in range(300)]
+print(train_bpe(texts, 400), end="")
+"""
+
+
+def directory(path, texts, entries):
+    (path / "tokenizer.json").write_text(train_bpe(texts, entries), encoding="utf-8")
+    (path / "tokenizer_config.json").write_text(tokenizer_config(), encoding="utf-8")
+    return path
+
+
+def counts_of_pairs(words):
+    counts: dict[tuple[str, str], int] = {}
+    for word, times in words.items():
+        for pair in pairwise(word):
+            counts[pair] = counts.get(pair, 0) + times
+    return counts
+
+
+def merged(word, a, b):
+    out: list[str] = []
+    for symbol in word:
+        if out and out[-1] == a and symbol == b:
+            out[-1] = a + b
+        else:
+            out.append(symbol)
+    return tuple(out)
+
+
+def test_it_has_exactly_as_many_entries_as_asked_for_with_the_bytes_and_end_of_text():
+    trained = json.loads(train_bpe(TEXTS, 300))
+    vocabulary = trained["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(300))
+    assert vocabulary[END_OF_TEXT] == 0
+    assert sum(len(token) == 1 for token in vocabulary) == 256
+    assert [token["content"] for token in trained["added_tokens"]] == [END_OF_TEXT]
+    assert trained["added_tokens"][0]["special"] is True
+
+
+def test_it_has_the_form_of_gpt2_and_adds_nothing_to_a_text():
+    trained = json.loads(train_bpe(TEXTS, 300))
+    pattern = trained["pre_tokenizer"]
+    assert (pattern["type"], pattern["add_prefix_space"], pattern["use_regex"]) == (
+        "ByteLevel",
+        False,
+        True,
+    )
+    assert trained["decoder"]["type"] == "ByteLevel"
+    assert trained["normalizer"] is None
+    assert trained["post_processor"] is None
+
+
+def test_each_merge_is_a_most_frequent_pair():
+    words = Counter(tuple(f"Ġ{word}") for word in ("low " * 50 + "lower " * 21).split())
+    words += Counter(tuple(f"Ġ{word}") for word in ("newest " * 34 + "widest " * 13).split())
+    text = "".join("".join(word).replace("Ġ", " ") * times for word, times in words.items())
+    merges = json.loads(train_bpe([text], 257 + 8))["model"]["merges"]
+    assert len(merges) == 8
+    for a, b in merges:
+        counts = counts_of_pairs(words)
+        assert counts[a, b] == max(counts.values())
+        words = Counter({merged(word, a, b): times for word, times in words.items()})
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+@pytest.mark.launches
+def test_another_process_with_any_number_of_threads_gives_the_same_bytes(threads):
+    environment = os.environ | {
+        "TOKENIZERS_PARALLELISM": "true",
+        "RAYON_NUM_THREADS": threads,
+        "PYTHONHASHSEED": threads,
+    }
+    there = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True
+    )
+    assert there.stdout.decode() == train_bpe(iter(TEXTS), 400)
+
+
+def test_transformers_loads_it_and_every_text_comes_back(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory(tmp_path, TEXTS, 300))
+    assert len(tokenizer) == 300
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_TEXT
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.model_max_length > 2**60
+    for text in (ODD, *TEXTS[:3]):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_text_too_small_is_refused_with_what_it_reaches():
+    with pytest.raises(UserError) as refused:
+        train_bpe(["a b c"], 300)
+    (problem,) = refused.value.problems
+    assert problem.key == "model.tokenizer"
+    assert problem.value == "{train: 300}"
+    reached = int(problem.remedy.split("}")[0].split(" ")[1])
+    assert len(json.loads(train_bpe(["a b c"], reached))["model"]["vocab"]) == reached
+
+
+def test_fewer_entries_than_bytes_are_refused():
+    with pytest.raises(UserError, match="at least 257"):
+        train_bpe(TEXTS, 256)
+    assert len(json.loads(train_bpe([], 257))["model"]["vocab"]) == 257
+
+
+@pytest.mark.launches
+def test_importing_the_module_does_not_import_tokenizers():
+    program = "import sys, llmtrain.data.tokens.tokenizer; sys.exit('tokenizers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

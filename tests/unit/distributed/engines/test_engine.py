@@ -1,5 +1,6 @@
 import copy
 import math
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmtrain.config.schema import AdapterConfig, DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import engine, state
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
-from llmtrain.distributed.engines.engine import TorchEngine
+from llmtrain.distributed.engines.engine import TorchEngine, checksum, odd_ranks
 from llmtrain.distributed.engines.state import create_state
 from llmtrain.model import trainable
 from llmtrain.model.loss import LossModule, made_up_batch
@@ -213,3 +214,142 @@ def test_replicas_compare_what_is_trained_and_once_the_frozen_base(monkeypatch):
     assert seen[0] == [place.format("A"), place.format("B")]
     assert seen[1] == [name for name, _ in model.named_parameters()]
     assert "model.layers.0.self_attn.q_proj.base_layer.weight" in seen[1]
+
+
+# The decisions of a step are the same, whether they are made on the device or on the host.
+
+
+AWKWARD = (0.0, 1e-300, 1e-12, 1.0, 1e76, 1.1579208923731618e77, 1e80, math.inf, math.nan)
+
+
+def sums(squares, tokens=8.0, **slots):
+    said = {"squares": squares, **slots}
+    values = [said.get(slot, 0.0) for slot in SLOTS]
+    return StepVector(torch.tensor([*values, tokens, 0.0], dtype=torch.float64))
+
+
+def both_ways(monkeypatch, vector, limit):
+    """The bits of norm and factor, and whether the update is refused: queued, then on the host."""
+    found = []
+    for queued in (True, False):
+        monkeypatch.setattr(engine, "is_asynchronous", lambda device, queued=queued: queued)
+        decided = (engine.gradient_norm(vector), engine.clip_factor(vector, limit))
+        refused = engine.is_refused(vector)
+        assert all(isinstance(one, torch.Tensor) == queued for one in (*decided, refused))
+        numbers = [] if bool(refused) else [struct.pack("<d", float(one)).hex() for one in decided]
+        found.append([*numbers, str(bool(refused))])
+    return found
+
+
+def test_both_ways_have_the_same_bits(monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    exponents = torch.empty(3000, dtype=torch.float64).uniform_(-20, 20, generator=generator)
+    limits = torch.empty(3000, dtype=torch.float64).uniform_(0.01, 9, generator=generator)
+    for exponent, limit in zip(exponents.tolist(), limits.tolist(), strict=True):
+        device, host = both_ways(monkeypatch, sums(10**exponent), limit)
+        assert device == host
+        assert device[-1] == "False"
+
+
+@pytest.mark.parametrize("squares", AWKWARD)
+@pytest.mark.parametrize(
+    "slots", [{}, {"not_finite": 2.0}, {"data_failed": 1.0}, {"tokens": 0.0}], ids=str
+)
+def test_both_refuse_the_same(monkeypatch, squares, slots):
+    device, host = both_ways(monkeypatch, sums(squares, **slots), 1.0)
+    assert device == host
+    norm = torch.tensor(squares, dtype=torch.float64).sqrt().float()
+    assert device[-1] == str(bool(slots) or not bool(torch.isfinite(norm)))
+
+
+@pytest.mark.parametrize("tokens", [0.0, 8.0])
+def test_a_sum_behind_the_tokens_is_none_of_them(monkeypatch, tokens):
+    vector = StepVector(torch.cat([sums(1.0, tokens).data, torch.tensor([3.0])]), 1)
+    device, host = both_ways(monkeypatch, vector, 1.0)
+    assert device == host
+    assert device[-1] == str(not tokens)
+
+
+def test_on_the_host_it_is_torchs_own_clipping():
+    gradients = [torch.randn(7, 3), torch.randn(5)]
+    squares = sum(float(one.double().square().sum()) for one in gradients)
+    parameter = [torch.zeros_like(one) for one in gradients]
+    for one, gradient in zip(parameter, gradients, strict=True):
+        one.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameter, 0.3)
+    assert engine.gradient_norm(sums(squares)) == pytest.approx(float(norm), rel=1e-6)
+    factor = engine.clip_factor(sums(squares), 0.3)
+    for one, gradient in zip(parameter, gradients, strict=True):
+        torch.testing.assert_close(gradient * factor, one.grad, rtol=1e-6, atol=0)
+
+
+def slowly(tensor):
+    """Words of eight bytes, then the elements behind the last one, as Python adds them."""
+    body = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    whole = len(body) - len(body) % 8
+    size = tensor.element_size()
+    words = [body[k : k + 8] for k in range(0, whole, 8)]
+    rest = [body[k : k + size] for k in range(whole, len(body), size)]
+    signed = size > 1
+    total = sum(int.from_bytes(word, "little", signed=True) for word in words)
+    total += sum(int.from_bytes(one, "little", signed=signed) for one in rest)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 9, 1001])
+def test_a_checksum_is_the_sum_of_the_memory(dtype, size):
+    torch.manual_seed(size)
+    tensor = (torch.randn(size) * 100).to(dtype)
+    assert int(checksum(tensor)) == slowly(tensor)
+
+
+def test_a_checksum_takes_any_shape_and_what_begins_inside_a_word():
+    tensor = torch.randn(3, 5, 7)
+    assert int(checksum(tensor)) == slowly(tensor)
+    assert int(checksum(tensor.view(-1)[1:])) == slowly(tensor.view(-1)[1:].clone())
+    assert int(checksum(torch.tensor(1.5))) == slowly(torch.tensor([1.5]))
+
+
+def test_any_single_bit_changes_a_checksum():
+    tensor = torch.randn(5)
+    before = int(checksum(tensor))
+    bits = tensor.view(torch.uint8)
+    for place in range(len(bits)):
+        for bit in range(8):
+            bits[place] ^= 1 << bit
+            assert int(checksum(tensor)) != before
+            bits[place] ^= 1 << bit
+    assert int(checksum(tensor)) == before
+
+
+def test_not_a_number_and_the_sign_of_zero_are_bits_like_others():
+    nan = torch.tensor([float("nan"), 1.0])
+    assert int(checksum(nan)) == int(checksum(nan.clone()))
+    assert int(checksum(torch.tensor([0.0]))) != int(checksum(torch.tensor([-0.0])))
+
+
+@pytest.mark.parametrize(
+    ("sums", "shards", "expected"),
+    [
+        ([5, 5, 5], 1, []),
+        ([5, 5, 6], 1, [2]),
+        ([6, 5, 5], 1, [0]),  # the majority is right, not rank 0
+        ([5, 6], 1, [0, 1]),  # nobody knows which
+        ([5, 6, 5, 6], 1, [0, 1, 2, 3]),
+        ([5, 6, 7], 1, [0, 1, 2]),
+        ([5, 8, 5, 8, 5, 9], 2, [5]),  # ranks 0, 2, 4 and ranks 1, 3, 5
+        ([5, 8, 5, 8], 2, []),
+        ([5, 8, 6, 8], 2, [0, 2]),
+    ],
+)
+def test_the_odd_ranks_are_those_that_hold_what_most_do_not(sums, shards, expected):
+    assert odd_ranks(sums, shards) == expected
+
+
+@pytest.mark.parametrize(("world_size", "shards"), [(3, 1), (8, 1), (6, 2), (12, 3)])
+def test_an_odd_rank_among_many_is_found_wherever_it_is(world_size, shards):
+    for wrong in range(world_size):
+        sums = [rank % shards for rank in range(world_size)]
+        sums[wrong] = 99
+        assert odd_ranks(sums, shards) == [wrong]

@@ -1,4 +1,5 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import fsdp, state
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
+from llmtrain.distributed.engines.fsdp import with_common_statistics
+from llmtrain.distributed.engines.state import local
 from llmtrain.errors import UserError
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
@@ -231,3 +234,69 @@ def test_what_the_launch_file_says_otherwise_is_said(caplog):
     assert "model.activation_checkpointing decides" in caplog.text
     assert (made.activation_checkpointing, made.cpu_ram_efficient_loading) == (False, False)
     assert made.reshard_after_forward is False
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batch_norm_has_the_statistics_of_all_ranks_or_is_refused(processes, device, caplog):
+    caplog.set_level("INFO")
+    where = SimpleNamespace(num_processes=processes, device=torch.device(device))
+    module = Normed()
+    weight = module.inner[1].weight
+    if (processes, device) == (4, "cpu"):
+        with pytest.raises(UserError, match=r"one process on a CPU.*inner\.1"):
+            with_common_statistics(module, where)
+        return
+    made = with_common_statistics(module, where)
+    expected = nn.SyncBatchNorm if processes == 4 else nn.BatchNorm1d
+    assert type(made.inner[1]) is expected
+    assert made.inner[1].weight is weight  # which the optimizer holds
+    assert ("SyncBatchNorm" in caplog.text) == (processes == 4)
+
+
+def with_buffers():
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, num_hidden_layers=2, tie_word_embeddings=True, **shape)
+    )
+    model.model.register_buffer("seen", torch.tensor([True, False]))
+    model.model.register_buffer("count", torch.tensor(7))
+    model.model.aside = torch.arange(3.0)  # neither parameter nor buffer
+    return model
+
+
+@pytest.mark.parametrize("sent", [64 << 20, 100, 8], ids=["at once", "in pieces", "one by one"])
+def test_a_skeleton_becomes_the_whole_model(launched, monkeypatch, sent):
+    monkeypatch.setattr(fsdp, "_SENT", sent)
+    whole = with_buffers()
+    with torch.device("meta"):
+        bare = with_buffers()
+    optimizer = make_optimizer(bare, OptimizerConfig())
+    sizes = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
+    assert launched.sharding is not None
+    module = LossModule(bare)
+    fsdp.prepare_empty(module, optimizer, launched.sharding)
+    fsdp.share_weights(bare, whole, launched.device)
+    prepared = launched.engine.prepare(module, bare, optimizer)
+    assert isinstance(prepared, nn.Module)
+    expected = dict(whole.named_parameters())
+    assert [name for name, _ in bare.named_parameters()] == list(expected)
+    for name, parameter in bare.named_parameters():
+        assert torch.equal(local(parameter.detach()), expected[name])
+    assert bare.lm_head.weight is bare.model.embed_tokens.weight
+    for (name, one), (_, other) in zip(bare.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(one, other), name
+        assert one.device.type == launched.device.type
+    assert dict(bare.named_buffers()).keys() == dict(whole.named_buffers()).keys()
+    assert bare.state_dict().keys() == whole.state_dict().keys()  # persistent or not, as before
+    assert torch.equal(bare.model.aside, whole.model.aside)
+    assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == sizes
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in bare.parameters()
+    }

@@ -1,8 +1,13 @@
+import errno
 import os
 import re
 import resource
 import shutil
+import socket
+import stat
+import sys
 import tomllib
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
@@ -319,3 +324,226 @@ def test_the_default_directory_of_extensions_is_looked_at(tmp_path, monkeypatch)
     (tmp_path / "py311_cpu" / "cpu_adam").mkdir(parents=True)
     (tmp_path / "py311_cpu" / "cpu_adam" / "lock").touch()
     assert machine.extensions(case()).state == "warning"
+
+
+HERE = {"main_process_ip": "127.0.0.1", "num_machines": 1}
+
+
+@pytest.fixture
+def busy():
+    """A port of this machine that somebody listens on."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server.getsockname()[1]
+
+
+def free():
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return server.getsockname()[1]
+
+
+def test_a_clean_environment_is_ok_with_and_without_a_config(tmp_path):
+    assert machine.environment(case()).state == "ok"
+    assert machine.environment(case(tmp_path)).state == "ok"
+
+
+def test_a_variable_that_a_launcher_left_is_named(tmp_path):
+    env = {"PMI_SIZE": "2"}
+    looked = machine.environment(case(env=env))
+    assert looked.state == "error"
+    assert "PMI_SIZE = 2" in looked.found
+    assert "unset PMI_SIZE" in looked.remedy
+    with pytest.raises(UserError, match="PMI_SIZE"):
+        machine.environment(case(tmp_path, env=env))
+
+
+def test_what_contradicts_the_config_is_refused_as_at_a_start(tmp_path):
+    env = {"ACCELERATE_MIXED_PRECISION": "fp16"}
+    with pytest.raises(UserError, match="fp16"):
+        machine.environment(case(tmp_path, env=env))
+
+
+def test_under_a_launcher_it_says_so():
+    looked = machine.environment(case(env={"LOCAL_RANK": "0", "WORLD_SIZE": "1"}))
+    assert looked.state == "warning"
+    assert "by itself" in looked.remedy
+
+
+def test_variables_with_which_a_start_would_wait_for_others_are_an_error():
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "PATH": "/bin"}
+    env |= {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+    looked = machine.environment(case(env=env))
+    assert looked.state == "error"
+    assert "would wait for rank 0 at 10.0.0.7:29500" in looked.found
+    assert "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT;" in looked.remedy
+    assert "by itself" in looked.remedy
+
+
+def test_a_default_config_that_nobody_named_is_a_warning(tmp_path, monkeypatch):
+    path = tmp_path / "default_config.yaml"
+    module = "accelerate.commands.config.config_args.default_config_file"
+    monkeypatch.setattr(module, str(path))
+    assert machine.default_file(case()).state == "ok"
+    path.write_text("num_processes: 8\n")
+    looked = machine.default_file(case())
+    assert looked.state == "warning"
+    assert str(path) in looked.found
+    assert "--config_file" in looked.remedy
+    assert machine.default_file(case(launch=HERE)).state == "ok"
+
+
+def test_what_a_file_starts_is_said():
+    looked = machine.describe_launch(case(launch={"num_processes": 2}).launch)
+    assert looked.state == "ok"
+    assert looked.found == "accelerate.yaml: 2 processes on this machine, NO"
+
+
+def test_a_free_port_is_found_and_answers():
+    looked = machine.rendezvous(case())
+    assert looked.state == "ok"
+    assert "is free and answers" in looked.found
+
+
+def test_a_machine_without_ports_is_an_error(monkeypatch):
+    from llmtrain.tools.doctor.context import run_check
+
+    def refuse(address, *rest):
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    broken = run_check(lambda: machine.rendezvous(case()))
+    assert broken.state == "error"
+    assert "Cannot assign requested address" in broken.found
+
+
+def test_a_busy_port_of_the_file_is_an_error_and_a_free_one_is_not(busy):
+    looked = machine.rendezvous(case(launch={**HERE, "main_process_port": busy}))
+    assert looked.state == "error"
+    assert f"127.0.0.1:{busy} cannot be bound: Address already in use" in looked.found
+    looked = machine.rendezvous(case(launch={**HERE, "main_process_port": free()}))
+    assert looked.state == "ok"
+    assert "is this machine's, and free" in looked.found
+    assert machine.rendezvous(case(launch={"main_process_port": busy})).state == "error"
+    assert machine.rendezvous(case(launch={"main_process_port": 0})).state == "ok"
+
+
+def test_the_loopback_address_cannot_join_two_machines():
+    file = {"main_process_ip": "localhost", "main_process_port": 29500, "num_machines": 2}
+    looked = machine.rendezvous(case(launch=file))
+    assert looked.state == "error"
+    assert "every machine's own loopback" in looked.found
+
+
+def test_a_name_that_is_no_address_is_an_error():
+    file = {"main_process_ip": "nowhere.invalid", "main_process_port": 29500}
+    looked = machine.rendezvous(case(launch=file))
+    assert looked.state == "error"
+    assert "nowhere.invalid is no address" in looked.found
+
+
+ELSEWHERE = {
+    "main_process_ip": "192.0.2.1",  # set aside for documentation: no machine has it
+    "main_process_port": 29500,
+    "num_machines": 2,
+    "num_processes": 4,
+}
+
+
+def answering(monkeypatch, error):
+    """Another machine behaves like this when its port is knocked at."""
+    real = socket.create_connection
+
+    def connect(address, *rest):
+        if address[0] != "192.0.2.1":
+            return real(address, *rest)
+        if error is not None:
+            raise error
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "found"),
+    [
+        (None, "ok", "somebody listens there"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "ok", "nobody listens there yet"),
+        (TimeoutError("timed out"), "error", "does not answer (timed out)"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "error", "No route to host"),
+    ],
+)
+def test_another_machines_port_is_knocked_at(monkeypatch, error, state, found):
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.2")
+    answering(monkeypatch, error)
+    looked = machine.rendezvous(case(launch={**ELSEWHERE, "machine_rank": 1}))
+    assert looked.state == state
+    assert found in looked.found
+
+
+def test_the_first_machine_must_have_the_address_that_the_file_names():
+    looked = machine.rendezvous(case(launch={**ELSEWHERE, "machine_rank": 0}))
+    assert looked.state == "error"
+    assert "not an address of this machine" in looked.found
+
+
+def test_a_name_of_this_machine_that_others_cannot_use_is_a_warning(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    answering(monkeypatch, None)
+    elastic = {**ELSEWHERE, "rdzv_backend": "c10d"}
+    looked = machine.rendezvous(case(launch=elastic))
+    assert looked.state == "warning"
+    assert "localhost means" in looked.found
+
+
+QUIET = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def python_that(tmp_path, body):
+    """A stand-in for the interpreter of the ranks."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.launches
+def test_two_real_processes_sum_and_say_how_fast():
+    looked = machine.all_reduce(case(env=QUIET))
+    assert looked.state == "ok", looked.found
+    rate = re.search(r"\(gloo\) sum ([\d,]+) MB/s", looked.found)
+    assert rate
+    assert 10 < int(rate[1].replace(",", "")) < 1_000_000
+
+
+def test_traces_of_a_launcher_do_not_reach_the_processes():
+    stale = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "192.0.2.1", "LOCAL_RANK": "7"}
+    assert not machine._environment(case(env=stale)).keys() & stale.keys()
+
+
+@pytest.mark.launches
+def test_a_network_that_is_not_there_is_an_error_with_what_gloo_says():
+    looked = machine.all_reduce(case(env={**QUIET, "GLOO_SOCKET_IFNAME": "nowhere0"}))
+    assert looked.state == "error"
+    assert "nowhere0" in looked.found
+    assert "GLOO_SOCKET_IFNAME" in looked.remedy
+
+
+@pytest.mark.launches
+def test_processes_that_hang_are_ended_and_said(tmp_path, monkeypatch):
+    pids = tmp_path / "pids"
+    hanging = python_that(tmp_path, f"echo $$ >> {pids}; exec sleep 600")
+    monkeypatch.setattr(sys, "executable", hanging)
+    looked = machine.all_reduce(case(env=QUIET), allowed_seconds=1.0)
+    assert looked.state == "error"
+    assert "did not finish in 1 s" in looked.found
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.launches
+def test_a_process_that_dies_is_said_with_its_last_words(tmp_path, monkeypatch):
+    dying = python_that(tmp_path, "echo 'no CUDA-capable device is detected' >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", dying)
+    looked = machine.all_reduce(case(env=QUIET))
+    assert looked.state == "error"
+    assert "rank 0 of 2 (gloo) failed: no CUDA-capable device is detected" in looked.found

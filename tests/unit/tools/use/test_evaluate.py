@@ -1,23 +1,29 @@
 """`evaluate` on the held-out set of a run and on other documents, against plain loops."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import corpus, used
-from helpers.config import SMALLEST
+from helpers import chats, corpus, used
+from helpers.config import SMALLEST, written
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain import evaluate
 from llmtrain.data import heldout
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents
+from llmtrain.tools.use import evaluate as module
 from llmtrain.tools.use import packed
+from llmtrain.tools.use.evaluate import documents_of, windows
+from llmtrain.tools.use.load import LoadedModel
+from llmtrain.tools.use.target import Target
 from llmtrain.types import NOT_TRAINED
 
 
@@ -188,3 +194,181 @@ def test_a_run_that_held_nothing_out_needs_data(tmp_path):
     (run / contents.HELDOUT).unlink()
     with pytest.raises(UserError, match="--data FILE"):
         evaluate(run)
+
+
+# The documents that `--data` names.
+
+
+def test_conversations_are_refused_by_the_name_of_the_option(tmp_path):
+    path = corpus.write_jsonl(tmp_path / "chat.jsonl", chats.rows_of(20))
+    config = written(tmp_path, SMALLEST.replace("path: sample", f"path: {path}"))
+    for given in (path, config):
+        with pytest.raises(UserError, match="documents of text, not conversations") as caught:
+            documents_of(str(given))
+        (problem,) = caught.value.problems
+        assert (problem.key, problem.value) == ("--data", str(path))
+        assert problem.remedy.startswith("--data RUN scores the held-out conversations of a run")
+
+
+# Documents scored one by one, against a slow version with one forward a token.
+
+
+TEXTS = ["Article 3\nriver flows past", "", "moss and rain " * 12, "hills"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no begin token", "begin token"])
+def opened(request, tmp_path_factory):
+    folder = used.tokenizer(tmp_path_factory.mktemp("rolling") / "tokenizer", bos=request.param)
+    made = used.model(max_position_embeddings=24)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    return LoadedModel(Target("x", folder), made, loaded, torch.device("cpu"))
+
+
+def slowly(opened, text, context):
+    """Σ nll of a text: token i sees the ids that `context(i)` of them precede it."""
+    ids = opened.tokenizer.encode(text, add_special_tokens=False)
+    line = [opened.begin, *ids]
+    total = 0.0
+    for i, wanted in enumerate(ids):
+        with torch.no_grad():
+            row = torch.tensor([line[i + 1 - context(i) : i + 1]])
+            total -= float(opened.model(row).logits[0, -1].double().log_softmax(0)[wanted])
+    return total
+
+
+@pytest.mark.parametrize("stride", [None, 24, 8, 1])
+def test_every_token_is_scored_once_with_the_context_of_its_window(opened, stride):
+    size, step = 24, stride or 24
+
+    def context(i):
+        if i < size:
+            return i + 1
+        end = size + -(-(i + 1 - size) // step) * step  # tokens scored after this window
+        return i + 1 - max(0, min(end, count) - size)
+
+    nll, tokens = 0.0, 0
+    for text in TEXTS:
+        count = len(opened.tokenizer.encode(text, add_special_tokens=False))
+        nll += slowly(opened, text, context)
+        tokens += count
+    found = module.score_rolling(opened, TEXTS, stride, lambda done, of: None)
+    size_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert (found.tokens, found.bytes, found.documents) == (tokens, size_bytes, len(TEXTS))
+    assert found.loss == pytest.approx(nll / tokens, abs=1e-5)
+    assert found.bits_per_byte == pytest.approx(nll / math.log(2) / size_bytes, abs=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+
+
+def test_windows_overlap_by_what_the_stride_leaves():
+    ids = list(range(1, 11))
+    assert list(windows(ids, 0, 4, 4)) == [
+        ([0, 1, 2, 3, 4], 4),
+        ([4, 5, 6, 7, 8], 4),
+        ([6, 7, 8, 9, 10], 2),
+    ]
+    assert list(windows(ids[:6], 0, 4, 2)) == [([0, 1, 2, 3, 4], 4), ([2, 3, 4, 5, 6], 2)]
+    assert list(windows([], 0, 4, 2)) == []
+
+
+def test_batches_do_not_change_the_sum(opened, monkeypatch):
+    expected = module.score_rolling(opened, TEXTS, None, lambda done, of: None)
+    monkeypatch.setattr(module, "_LOGITS_BYTES", 0)  # a window at a time
+    alone = module.score_rolling(opened, TEXTS, None, lambda done, of: None)
+    assert alone.loss == pytest.approx(expected.loss, abs=1e-6)
+
+
+def test_a_stride_beyond_the_positions_and_no_text_at_all_are_refused(opened):
+    for texts, stride in ((TEXTS, 25), (TEXTS, 0), ([], None), ([""], None)):
+        with pytest.raises(UserError, match=r"--stride|--data"):
+            module.score_rolling(opened, texts, stride, lambda done, of: None)
+
+
+def test_windows_of_a_batch_have_the_rope_that_each_has_alone(opened):
+    """LongRoPE chooses its factors by length, for all rows of a batch if nobody hinders it."""
+    width = opened.model.config.hidden_size // opened.model.config.num_attention_heads // 2
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 17,
+        "short_factor": [1.0] * width,
+        "long_factor": [40.0] * width,
+    }
+    made = used.model(max_position_embeddings=24, rope_parameters=longrope)
+    opened = replace(opened, model=made)
+    texts = ["Article 3\nriver flows past", "moss and rain " * 12, "hills of moss and rain"]
+    lines = [opened.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert [len(line) <= 17 for line in lines] == [True, False, True]
+    nll = 0.0
+    for ids in lines:
+        for inputs, count in windows(ids, opened.begin, 24, 24):
+            with torch.no_grad():
+                scores = made(torch.tensor([inputs[:-1]])).logits[0].double().log_softmax(-1)
+            picked = scores.gather(1, torch.tensor(inputs[1:])[:, None])
+            nll -= float(picked[-count:].sum())
+    found = module.score_rolling(opened, texts, None, lambda done, of: None)
+    assert found.loss == pytest.approx(nll / sum(map(len, lines)), abs=1e-5)
+
+
+# Task files of lm-eval, looked at before a model is loaded.
+
+
+TASK = """\
+task: mine
+dataset_path: text
+dataset_kwargs: {data_files: DATA}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: !function code.target
+"""
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Whether lm-eval is here or not, nothing is imported."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+def task_file(tmp_path, data):
+    path = tmp_path / "mine.yaml"
+    path.write_text(TASK.replace("DATA", data))
+    return str(path)
+
+
+def test_data_files_without_a_split_are_refused_with_the_remedy(tmp_path, installed):
+    for data in ("my.txt", "[a.txt, b.txt]", "{train: my.txt}"):
+        with pytest.raises(UserError, match=r"data_files: \{test: FILE\}"):
+            module.check_tasks([task_file(tmp_path, data)])
+    module.check_tasks([task_file(tmp_path, "{test: my.txt}")])
+
+
+def test_names_of_tasks_are_left_to_lm_eval(installed):
+    module.check_tasks(["hellaswag", "arc_easy"])
+    module.check_tasks([])
+
+
+@pytest.mark.parametrize("body", ["a: [", "- list", "dataset_path: text"])
+def test_a_file_without_a_task_is_refused(tmp_path, installed, body):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(body)
+    with pytest.raises(UserError, match="--tasks"):
+        module.check_tasks([str(path)])
+    with pytest.raises(UserError, match="--tasks"):
+        module.check_tasks([str(tmp_path / "absent.yaml")])
+
+
+def test_tasks_of_a_model_without_a_template_are_not_given_as_a_chat():
+    """Before lm-eval is imported."""
+    tokenizer = SimpleNamespace(chat_template=None)
+    opened = SimpleNamespace(target=SimpleNamespace(given="runs/a"), tokenizer=tokenizer)
+    with pytest.raises(UserError, match="whose tokenizer has a chat template") as caught:
+        module.run_tasks(opened, ["mine"], chat=True)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("--chat", "runs/a")
+
+
+def test_without_the_extra_the_message_names_the_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'llmtrain\[eval\]'"):
+        module.check_tasks(["hellaswag"])

@@ -1,6 +1,7 @@
 """Adapters against peft itself, and against formulas by hand."""
 
 import copy
+import importlib.util
 import json
 from dataclasses import asdict, replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bases import small_fields
+from helpers.rings import needs
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MixtralConfig,
     PhiConfig,
@@ -30,6 +33,7 @@ from llmtrain.model.base import Base
 from llmtrain.model.build import build
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import describe_parameters, on_meta
+from llmtrain.model.trainable import freeze
 
 SMALL = small_fields(16, 2, 2, num_key_value_heads=1, vocab_size=61)
 SMALL |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
@@ -54,7 +58,6 @@ BASE = Base("a/b", "1f3c0123456789ab", None)
 KINDS = ("lora", "dora", "rslora")
 
 # peft asks a model for what has another name now; a run does not load adapters through it.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 def asked(kind="lora", **fields):
@@ -97,6 +100,7 @@ def written(model, folder):
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "kind", "tokens"),
     [
@@ -121,6 +125,7 @@ def test_peft_loads_what_is_saved_as_it_is(tmp_path, name, kind, tokens):
     assert not torch.allclose(logits(model), logits(bare(name)), atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_every_linear_layer_but_the_head_has_an_adapter():
     for name in ("tied", "untied", "gpt2"):
         model = bare(name)
@@ -133,6 +138,7 @@ def test_every_linear_layer_but_the_head_has_an_adapter():
         assert trainable.adapted_layers(model) == every
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base():
     for kind in KINDS:
         model, before = bare(), bare()
@@ -144,6 +150,7 @@ def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base():
         assert torch.allclose(logits(model), logits(before), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_those_of_weights_changed_by_hand(kind):
     model, by_hand = adapted("untied", kind), bare("untied")
@@ -159,6 +166,7 @@ def test_outputs_are_those_of_weights_changed_by_hand(kind):
     assert torch.allclose(logits(model), logits(by_hand), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_frozen_base_is_held_in_bf16_and_ties_stay():
     model = bare("tied")
     exact = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -174,6 +182,7 @@ def test_a_frozen_base_is_held_in_bf16_and_ties_stay():
     assert torch.equal(lengths, weight.norm(dim=1))  # of the exact weights
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_meta_it_is_the_same_model(kind):
     for name, tokens in (("tied", ()), ("untied", (5, 7)), ("tied", (5, 7))):
@@ -188,6 +197,7 @@ def test_on_meta_it_is_the_same_model(kind):
             assert found[key].requires_grad == one.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_patterns_match_names_and_their_ends():
     model = bare()
     assert {name.rpartition(".")[2] for name in trainable.find_targets(model, "*_proj")} == LINEAR
@@ -200,6 +210,7 @@ def test_patterns_match_names_and_their_ends():
     }
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names():
     with pytest.raises(UserError) as raised:
         trainable.attach(bare(), asked(targets=["q_projj", "o_proj", "fc1"]))
@@ -210,17 +221,20 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names():
     assert second.value == "fc1"
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_part_of_a_name_is_no_pattern_of_it():
     with pytest.raises(UserError, match="nearest: "):
         trainable.find_targets(bare(), "proj")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
 def test_naming_what_gets_no_adapter_is_refused(named):
     with pytest.raises(UserError, match="get no adapter"):
         trainable.find_targets(bare(), named)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_layers_whose_weights_a_kernel_reads_get_no_adapter():
     """The kernels of a state-space mixer take the weights themselves, and would ignore adapters."""
     small = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
@@ -233,6 +247,7 @@ def test_layers_whose_weights_a_kernel_reads_get_no_adapter():
         trainable.find_targets(model, "x_proj")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(name, caplog):
     model = bare(name)
@@ -250,6 +265,7 @@ def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(name, 
     assert f"routers and stacked experts, {share:.0f} % of the weights, have none" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean_experts():
     model = bare("qwen3_moe")
     named = [name for name, _ in model.named_modules() if name.endswith("up_proj")]
@@ -259,6 +275,7 @@ def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean
         trainable.find_targets(model, "up_proj")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head():
     before, model = bare("tied"), adapted("tied", tokens=(3, 60))
     held = state.named_tensors(model)
@@ -277,6 +294,7 @@ def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head():
     assert torch.allclose(scores[[3, 60]], (hidden @ rows.T)[0])
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_untied_head_trains_its_own_rows():
     names = [
         name for name in state.named_tensors(adapted("untied", tokens=(3,))) if "token" in name
@@ -284,6 +302,7 @@ def test_an_untied_head_trains_its_own_rows():
     assert [name.split(".")[-3] for name in names] == ["embed_tokens", "lm_head"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
     assert model.lm_head.bias is not None
@@ -292,6 +311,7 @@ def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it():
     assert "embed_tokens" in name
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_loss_module_shows_accelerate_no_wrapped_embedding():
     module = LossModule(adapted("tied", tokens=(3,)))
     assert module.get_input_embeddings() is None
@@ -300,6 +320,7 @@ def test_a_loss_module_shows_accelerate_no_wrapped_embedding():
     assert plain.get_input_embeddings() is plain.model.model.embed_tokens
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_the_files_name_the_base_and_layers_by_their_ends():
     files = trainable.adapter_files(adapted("untied", "dora", dropout=0.25), BASE)
     settings = json.loads(files["adapter_config.json"])
@@ -314,6 +335,7 @@ def test_the_files_name_the_base_and_layers_by_their_ends():
     assert trainable.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_adapter_of_another_base_is_refused():
     saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
     trainable.refuse_other_base(saved, BASE, "step-00000004")
@@ -330,6 +352,7 @@ def test_an_adapter_of_another_base_is_refused():
     )
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not():
     was = Base("/old", None, "aa")
     saved = json.dumps({"base": asdict(was)}).encode()
@@ -338,6 +361,7 @@ def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not():
         trainable.refuse_other_base(saved, replace(was, digest="bb"), "step-00000004")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_census_counts_adapters_and_what_is_trained(kind):
     model = bare("tied")
@@ -362,6 +386,7 @@ def test_the_census_counts_adapters_and_what_is_trained(kind):
     assert (rows.embedding, rows.head, rows.token_rows) == (plain.embedding, plain.head, 2)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_no_adapter_leaves_a_model_as_it_is():
     model = bare()
     trainable.attach(model, AdapterConfig())
@@ -371,6 +396,7 @@ def test_no_adapter_leaves_a_model_as_it_is():
     )
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_generation_is_the_same_with_activation_checkpointing(checkpointing):
     texts = []
@@ -387,6 +413,7 @@ def test_generation_is_the_same_with_activation_checkpointing(checkpointing):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_path):
     from llmtrain.config.schema import ModelConfig
 
@@ -398,3 +425,132 @@ def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_
         trainable.attach(model, asked())
         drawn.append([one.detach() for one in state.named_parameters(model).values()])
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
+def tiny(*, tied=False):
+    config = LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=64,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def frozen(model):
+    return {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_what_matches_any_pattern_is_frozen_and_nothing_else():
+    model = tiny()
+    freeze(model, ("model.embed_tokens.weight", "model.layers.0.mlp.*"))
+    assert frozen(model) == {
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    }
+
+
+def test_a_tied_parameter_is_frozen_by_any_of_its_names():
+    for name in ("lm_head.*", "model.embed_tokens.*"):
+        model = tiny(tied=True)
+        freeze(model, (name,))
+        assert frozen(model) == {"model.embed_tokens.weight"}
+        assert not model.lm_head.weight.requires_grad
+
+
+def test_frozen_weights_get_no_gradient_and_the_others_do():
+    model = tiny()
+    freeze(model, ("model.layers.0.*",))
+    model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == frozen(model) != set()
+
+
+def test_every_pattern_that_matches_nothing_is_named_with_near_names():
+    with pytest.raises(UserError) as raised:
+        freeze(tiny(), ("model.embed_token.weight", "lm_head.*", "*layers.7.mlp*"))
+    message = str(raised.value)
+    assert "2 problems" in message
+    assert "model.freeze = model.embed_token.weight" in message
+    assert "model.embed_tokens.weight" in message
+    assert "model.freeze = *layers.7.mlp*" in message
+    assert "model.freeze = lm_head.*" not in message
+
+
+def test_a_pattern_that_only_lacks_its_stars_is_shown_what_it_is_part_of():
+    with pytest.raises(UserError, match=r"like model\.layers\.1\.self_attn\.q_proj\.weight"):
+        freeze(tiny(), ("layers.1.self_attn",))
+
+
+def test_something_must_be_left_to_train():
+    with pytest.raises(UserError, match=r"model\.freeze = \*"):
+        freeze(tiny(), ("*",))
+
+
+def test_no_pattern_freezes_nothing():
+    model = tiny()
+    freeze(model, ())
+    assert not frozen(model)
+
+
+# Four-bit layers on a CPU.
+
+
+def llama():
+    torch.manual_seed(4)
+    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 128}
+    return LlamaForCausalLM(
+        LlamaConfig(**shape, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True)
+    )
+
+
+def four_bit_logits(model):
+    return model(torch.arange(12)[None] * 5 % 61, use_cache=False).logits
+
+
+@needs("bitsandbytes")
+def test_adapters_on_four_bits_are_adapters_on_the_weights_that_these_stand_for():
+    import bitsandbytes as bnb
+
+    model, dense = llama(), llama()
+    trainable.attach(model, AdapterConfig(kind="qlora", r=4), dtype=torch.float32)
+    assert not hasattr(model, "is_loaded_in_4bit")
+    model.to("cpu")  # which quantizes, as any move to a device does
+    held = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert len(held) == 7
+    for name in trainable.adapted_layers(model):
+        four = model.get_submodule(name).base_layer
+        assert four.weight.dtype == torch.uint8
+        assert four.weight.quant_state.nested
+        exact = bnb.functional.dequantize_4bit(four.weight.data, four.weight.quant_state)
+        weight = dense.get_submodule(name).weight
+        assert 0 < (exact - weight).abs().max() < 0.2 * weight.abs().max()
+        weight.data.copy_(exact)
+    assert torch.allclose(four_bit_logits(model), four_bit_logits(dense), atol=1e-5)
+    trained = state.named_parameters(model)
+    assert {one.dtype for one in trained.values()} == {torch.float32}
+    four_bit_logits(model).sum().backward()
+    assert all(one.grad is not None for one in trained.values())
+    assert all(one.grad is None for one in model.parameters() if not one.requires_grad)
+
+
+def test_the_layers_in_four_bits_are_linear_and_not_the_head():
+    assert {name.rpartition(".")[2] for name in trainable.linear_layers(llama())} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+def test_what_is_missing_for_four_bits_has_a_remedy(monkeypatch):
+    (problem,) = trainable.missing_for_four_bits(cpu=True)
+    assert (problem.key, problem.value, problem.remedy) == (
+        "adapter.kind", "qlora", "adapter.kind=lora",
+    )  # fmt: skip
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    (problem,) = trainable.missing_for_four_bits(cpu=False)
+    assert "llmtrain[quantized]" in problem.remedy
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    assert list(trainable.missing_for_four_bits(cpu=False)) == []
