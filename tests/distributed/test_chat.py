@@ -168,7 +168,7 @@ def test_a_later_bad_row_ends_all_ranks_with_its_line(server, tmp_path):
     assert status(tmp_path / "run")["exit_code"] == 2
 
 
-@pytest.mark.slow  # counted in tests/unit/data/test_chat_lanes.py
+@pytest.mark.slow  # counted in tests/unit/data/test_lanes.py
 def test_bad_rows_are_skipped_and_counted_where_that_is_asked(server, tmp_path):
     rows = chats.rows_of(120)
     rows[110]["messages"][0]["role"] = "bot"
