@@ -26,7 +26,6 @@ from llmtrain.types import JsonMapping, JsonObject
 Line = JsonMapping
 
 MAX_BUCKETS = 1000
-_NUMBERS = (float, int)
 _MOST = 1e100
 
 
@@ -40,7 +39,7 @@ class Tables:
     steps: number of steps of the whole run; None if it is not known
     evaluations: those of all held-out documents, without those of single sources
     checkpoints: each with one field more, `kept`: whether it is still in the run directory
-    end: the `end` line of the last start; None while it runs
+    sums: what the steps of the final history add up to
     redone: ranges of steps that were done again after a start went back
     stretches: where the time went
     unread: number of whole lines of the record that could not be read
@@ -61,7 +60,7 @@ class Tables:
     samples: tuple[Line, ...]
     checkpoints: tuple[Line, ...]
     events: tuple[Line, ...]
-    end: Line | None
+    sums: StepSums
     redone: tuple[tuple[int, int], ...]
     stretches: tuple[Stretch, ...]
     unread: int
@@ -86,6 +85,48 @@ class Tables:
     def restarts(self) -> tuple[int, ...]:
         """The step from which each later start went on."""
         return tuple(start["step"] for start in self.starts[1:])
+
+    @property
+    def last_start(self) -> Line:
+        """The line of the last start; empty before the first."""
+        return self.starts[-1] if self.starts else {}
+
+
+@dataclass(slots=True)
+class StepSums:
+    """Sums over the steps of a run, line by line; each start's first step opens the stream.
+
+    That takes long, so it is left out.
+
+    seconds, waited: of the steps, and how much of it they waited for data
+    steps, gained: how many there were, and the tokens that they trained
+    speed: tokens a second of the last line; None before the second one
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    steps: int = 0
+    gained: float = 0.0
+    speed: float | None = None
+    _first: int = 1  # the first step of this start
+    _step: int = 0
+    _tokens: float | None = None
+
+    def add(self, line: Line) -> None:
+        """Add a `start` or a `train` line, in the order of the record."""
+        if line["kind"] == "start":
+            self._first = line["step"] + 1
+            return
+        step, tokens = line["step"], as_number(line.get("tokens"))
+        seconds = as_number(line.get("span_seconds")) or 0.0
+        if seconds > 0 and step != self._first:
+            self.seconds += seconds
+            self.waited += as_number(line.get("span_wait_seconds")) or 0.0
+            self.steps += max(0, step - self._step)
+            if tokens is not None and self._tokens is not None and tokens > self._tokens:
+                self.gained += tokens - self._tokens
+                self.speed = (tokens - self._tokens) / seconds
+        self._step, self._tokens = step, tokens
 
 
 class Points(Sequence[tuple[int, float]]):
@@ -132,19 +173,26 @@ class Curve:
         return list(zip(self.steps, self.mean, strict=True))
 
 
-def collect(run_dir: Path) -> Tables:
-    """Read a run directory. Raises UserError if it has no `metrics.jsonl`."""
-    path = run_dir / contents.METRICS
-    if not path.is_file():
+def require_record(run_dir: Path) -> None:
+    """Raise UserError if a directory has no `metrics.jsonl`."""
+    if not (run_dir / contents.METRICS).is_file():
         expected = f"a run directory, with {contents.METRICS} in it"
         remedy = "give the directory that the config names as run.dir"
         raise UserError(Problem("RUN", run_dir, expected, remedy))
+
+
+def collect(run_dir: Path) -> Tables:
+    """Read a run directory. Raises UserError if it has no `metrics.jsonl`."""
+    require_record(run_dir)
     (lines, unread), text = record.short_record(run_dir), run_dir / contents.CONFIG
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     config = secrets.hider(os.environ)(config)
     history, starts = final_history(lines), _of("start", without_idle_starts(lines))
-    manifest = _json(run_dir / contents.MANIFEST)
-    chat = manifest.get("chat")
+    chat = _json(run_dir / contents.MANIFEST).get("chat")
+    sums = StepSums()
+    for line in history:
+        if line["kind"] in ("start", "train"):
+            sums.add(line)
     return Tables(
         name=run_dir.resolve().name,
         status=status.read_status(run_dir),
@@ -152,14 +200,20 @@ def collect(run_dir: Path) -> Tables:
         steps=starts[-1].get("steps") if starts else None,  # `training.steps` may change
         starts=starts,
         train=_of("train", history),
-        evaluations=tuple(line for line in _of("eval", history) if _is_of_all(line)),
+        evaluations=tuple(line for line in history if is_of_all(line)),
         samples=_of("sample", history),
         checkpoints=tuple(
             {**line, "kept": (run_dir / contents.CHECKPOINTS / str(line.get("name"))).is_dir()}
             for line in _of("checkpoint", history)
         ),
-        events=tuple(event for event in _of("event", lines) if not _is_of_resident_memory(event)),
-        end=_end(lines),
+        # A plan beside resident memory, much of which is not planned, is recorded for measurements
+        # and is of no use to the reader of a report.
+        events=tuple(
+            event
+            for event in _of("event", lines)
+            if (event.get("event"), event.get("device")) != ("memory_compared", "cpu")
+        ),
+        sums=sums,
         redone=_redone(lines),
         stretches=tuple(stretches(lines)),
         unread=unread,
@@ -192,10 +246,15 @@ def column(lines: Sequence[Line], name: str) -> Points:
     Numbers so large that a sum of them would overflow are left out, as those that are not finite.
     """
     return Points(
-        (line["step"], float(value))
-        for line in lines
-        if (value := line.get(name)).__class__ in _NUMBERS and -_MOST < value < _MOST
+        (line["step"], value) for line in lines if (value := as_number(line.get(name))) is not None
     )
+
+
+def as_number(value: object) -> float | None:
+    """Return a number; None for what is none, and for one whose sums would not be finite."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST:
+        return float(value)
+    return None
 
 
 def joined(one: Points, other: Points) -> Iterator[tuple[int, float, float]]:
@@ -243,8 +302,8 @@ def with_length(settings: Mapping[str, object], starts: Sequence[Line]) -> dict[
     The config of a run is the one that began it; only its length changes afterwards.
     """
     last = starts[-1] if starts else {}
-    before = settings.get("training.epochs")
-    epochs = last.get("epochs", before)  # an older version does not record it
+    # A start before this key was recorded has the one of the config.
+    epochs = last.get("epochs", settings.get("training.epochs"))
     steps = last.get("steps") if epochs is None else None
     if epochs is not None or steps is not None:
         length = {"training.steps": steps, "training.epochs": epochs}
@@ -283,20 +342,6 @@ def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line["kind"] == kind)
 
 
-def _is_of_all(evaluation: Line) -> bool:
-    """Whether an evaluation is of all held-out documents, not of those of a single source."""
-    return evaluation.get("split") in (None, "heldout")
-
-
-def _is_of_resident_memory(event: Line) -> bool:
-    """Whether an event compares the plan with resident memory, much of which is not planned.
-
-    It is recorded for measurements and is of no use to the reader of a report.
-    """
-    return event.get("event") == "memory_compared" and event.get("device") == "cpu"
-
-
-def _end(lines: Sequence[Line]) -> Line | None:
-    """Return the `end` line of the last start, if it has one."""
-    last = [line for line in lines if line["kind"] in ("start", "end")][-1:]
-    return last[0] if last and last[0]["kind"] == "end" else None
+def is_of_all(line: Line) -> bool:
+    """Whether a line is an evaluation of all held-out documents, not of those of a source."""
+    return line["kind"] == "eval" and line.get("split") == "heldout"

@@ -49,7 +49,11 @@ def render(runs: Sequence[Tables]) -> str:
     from markupsafe import Markup
 
     names = _names(runs)
-    measure = "bits_per_byte" if _other_tokens(runs) else "loss"
+    # The tokenizers differ, as far as the records know.
+    kinds = {
+        (_of_start(run, "vocabulary"), compact(run.settings.get("model.tokenizer"))) for run in runs
+    }
+    measure = "bits_per_byte" if len(kinds) > 1 else "loss"
     rows = [_row(name, run, measure) for name, run in zip(names, runs, strict=True)]
     drawn = _figures(names, runs, measure) if len(runs) <= _DRAWN else []
     return fill(
@@ -80,41 +84,31 @@ def sentence(rows: Sequence[ReportRow], measure: str) -> str:
 def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
     """Return the keys whose values are not the same in all runs, with the value in each."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    found = []
+    rows = []
     for key in keys:
         values = [run.settings.get(key, "–") for run in runs]
         if key not in _OWN and any(value != values[0] for value in values):
-            found.append((key, [compact(value) for value in values]))
-    processes = [_of_start(run, "world_size") for run in runs]
-    if len(set(processes)) > 1:
-        found.append(("processes", processes))
-    strategies = [_of_start(run, "strategy") for run in runs]
-    if len(set(strategies)) > 1:
-        found.append(("strategy", strategies))
-    return found
+            rows.append((key, [compact(value) for value in values]))
+    for name, field in (("processes", "world_size"), ("strategy", "strategy")):
+        starts = [_of_start(run, field) for run in runs]
+        if len(set(starts)) > 1:
+            rows.append((name, starts))
+    return rows
 
 
 def _of_start(run: Tables, name: str) -> str:
-    return str(run.starts[-1].get(name, "?")) if run.starts else "?"
+    return str(run.last_start.get(name, "?"))
 
 
 def _names(runs: Sequence[Tables]) -> list[str]:
     """Return a name for each run that no other one has."""
-    found: list[str] = []
+    names: list[str] = []
     for run in runs:
         name, number = run.name, 2
-        while name in found:
+        while name in names:
             name, number = f"{run.name} ({number})", number + 1
-        found.append(name)
-    return found
-
-
-def _other_tokens(runs: Sequence[Tables]) -> bool:
-    """Whether the runs have different tokenizers, as far as their records know."""
-    kinds = {
-        (_of_start(run, "vocabulary"), compact(run.settings.get("model.tokenizer"))) for run in runs
-    }
-    return len(kinds) > 1
+        names.append(name)
+    return names
 
 
 def _by_tokens(runs: Sequence[Tables]) -> bool:
@@ -124,29 +118,27 @@ def _by_tokens(runs: Sequence[Tables]) -> bool:
 
 
 def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
-    found = []
+    remarks = []
     if measure == "bits_per_byte":
-        found.append(
+        remarks.append(
             "The tokenizers differ, so that a loss by token means something else in each run. "
             "The runs are compared by bits per byte of held-out text."
         )
-    sources = {compact(run.settings.get("data.sources")) for run in runs}
-    if len(sources) > 1:
-        found.append("The data differs, so that the held-out documents may be others, too.")
+    if len({compact(run.settings.get("data.sources")) for run in runs}) > 1:
+        remarks.append("The data differs, so that the held-out documents may be others, too.")
     if _by_tokens(runs):
-        found.append("The batches differ, so that the curves are drawn over tokens, not steps.")
+        remarks.append("The batches differ, so that the curves are drawn over tokens, not steps.")
     for name, run in zip(_names(runs), runs, strict=True):
         if verdict.ended_not_finite(run):
-            found.append(f"The last held-out loss of {name} is {verdict.NOT_FINITE}.")
+            remarks.append(f"The last held-out loss of {name} is {verdict.NOT_FINITE}.")
         else:
-            found += [f"{name}: {said}" for said in verdict.failures(run)]
+            remarks += [f"{name}: {failure}" for failure in verdict.failures(run)]
     if len(runs) > _DRAWN:
-        found.append(f"Curves are drawn for up to {_DRAWN} runs.")
-    if len(
-        {run.starts[0].get("run_id", place) for place, run in enumerate(runs) if run.starts}
-    ) < len([run for run in runs if run.starts]):
-        found.append("The same run is here more than once.")
-    return found
+        remarks.append(f"Curves are drawn for up to {_DRAWN} runs.")
+    ids = [run.last_start.get("run_id") for run in runs if run.starts]
+    if len(set(map(str, ids))) < len(ids):
+        remarks.append("The same run is here more than once.")
+    return remarks
 
 
 def _row(name: str, run: Tables, measure: str) -> ReportRow:

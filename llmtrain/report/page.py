@@ -23,8 +23,7 @@ from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
 from llmtrain.rundir.contents import write_output
 from llmtrain.rundir.record import in_words
-from llmtrain.text import count, duration, fixed, number, percent, short, size, when
-from llmtrain.types import JsonMapping, JsonObject
+from llmtrain.types import JsonMapping
 
 _ROWS = 60
 _CONFIG = 100_000
@@ -65,6 +64,9 @@ def render(tables: Tables) -> str:
 
     whole = {one.name: Markup(draw(one)) for one in figures(tables)}
     best = verdict.best_checkpoint(tables)
+    by_prompt: dict[str, list[Line]] = {}
+    for one in tables.samples:
+        by_prompt.setdefault(str(one.get("prompt") or ""), []).append(one)
     return fill(
         "page.html",
         title=tables.name,
@@ -76,7 +78,7 @@ def render(tables: Tables) -> str:
         figures=whole,
         band=Markup(draw_band(tables.stretches)),
         shares=[(owner, _OWNERS[owner], *each) for owner, *each in shares(tables.stretches)],
-        samples=_samples(tables.samples),
+        samples=[(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()],
         losses=dict(column(tables.evaluations, "loss")),
         best=best,
         newest=next((one for one in reversed(tables.checkpoints) if one["kept"]), None),
@@ -86,7 +88,7 @@ def render(tables: Tables) -> str:
         sources=_sources(tables),
         settings=_chosen(tables),
         config=text.clip(tables.config, _CONFIG),
-        start=tables.starts[-1] if tables.starts else {},
+        start=tables.last_start,
     )
 
 
@@ -116,36 +118,42 @@ def fill(template: str, *, title: str, scripted: bool, **values: Any) -> str:
         undefined=StrictUndefined,
     )
     script = _text("hover.js") if scripted else ""
+    # The content security policy: nothing is loaded, and only this script runs.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"'sha256-{digest}'" if script else "'none'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src "
     environment.globals |= {
-        shown.__name__: shown
-        for shown in (number, fixed, count, short, size, percent, duration, when)
-    }
-    environment.globals |= {"compact": text.compact, "clip": text.clip}
+        name: getattr(text, name)
+        for name in (
+            "number", "fixed", "count", "short", "size", "percent", "duration", "when", "compact",
+            "clip",
+        )
+    }  # fmt: skip
     return environment.get_template(template).render(
         title=title,
         style=Markup(_text("style.css")),
         script=Markup(script),
-        policy=_policy(script),
+        policy=policy + allowed,
         **values,
     )
 
 
 def figures(tables: Tables) -> list[Figure]:
     """Return the figures for which the run has numbers."""
-    marks: JsonObject = {
-        "restarts": tables.restarts,
-        "skipped": verdict.skipped_steps(tables),
-    }
-    found = _loss(tables, marks)
     clip = tables.settings.get("training.max_grad_norm")
     limit = (("clipped above", float(clip)),) if isinstance(clip, int | float) else ()
     room = verdict.room(tables)
-    plan = tables.starts[-1].get("plan") if tables.starts else None
+    plan = tables.last_start.get("plan")
     planned = plan.get("total_bytes") if isinstance(plan, dict) else None
     limits: tuple[tuple[str, float], ...] = ()
-    if _is_of_device(tables):  # else it is that of the whole process, which nothing planned
+    # On a CPU it is that of the whole process, which nothing planned.
+    if tables.last_start.get("device_type") != "cpu":
         limits += (("planned", planned / 2**30),) if isinstance(planned, int | float) else ()
         limits += (("device", room),) if room else ()
+    seconds = tables.numbers("span_seconds")
+    waits = Points(islice(tables.numbers("span_wait_seconds"), 1, None))  # from the second line on
+    shares = [(step, 100 * wait / span) for step, wait, span in joined(waits, seconds) if span > 0]
+    mfu = [(step, 100 * value) for step, value in tables.numbers("mfu")]
     small = [
         _small("router_loss", "Router loss", "nats a token", tables.numbers("router_loss")),
         _small("learning_rate", "Learning rate", "", tables.numbers("learning_rate")),
@@ -153,23 +161,14 @@ def figures(tables: Tables) -> list[Figure]:
             "grad_norm", "Gradient norm, before clipping", "", tables.numbers("grad_norm"), limit
         ),
         _small("speed", "Speed", "tokens a second", _speeds(tables)),
-        _small("mfu", "Model FLOPs utilization", "%", _scaled(tables.numbers("mfu"), 100)),
-        _small("wait", "Waiting for data", "% of the step time", _waits(tables)),
+        _small("mfu", "Model FLOPs utilization", "%", mfu),
+        _small("wait", "Waiting for data", "% of the step time", shares),
         _small("memory", "Memory", "GiB", tables.numbers("memory_gb"), limits),
     ]
-    return found + [replace(one, restarts=marks["restarts"]) for one in small if one]
+    return [replace(one, restarts=tables.restarts) for one in (*_loss(tables), *small) if one]
 
 
-def _is_of_device(tables: Tables) -> bool:
-    """Whether memory is that of a device, which is what the plan is about."""
-    kind = tables.starts[-1].get("device_type") if tables.starts else None
-    if kind is not None:
-        return str(kind) != "cpu"
-    # An older record has no such field; it compares memory with the plan on a device alone.
-    return any(one.get("event") == "memory_compared" for one in tables.events)
-
-
-def _loss(tables: Tables, marks: JsonMapping) -> list[Figure]:
+def _loss(tables: Tables) -> list[Figure]:
     train, heldout = tables.numbers("loss"), column(tables.evaluations, "loss")
     series = []
     if train:
@@ -183,7 +182,7 @@ def _loss(tables: Tables, marks: JsonMapping) -> list[Figure]:
     return [
         Figure(
             "loss", "Training and held-out", "nats a token", tuple(series),
-            tokens_per_step=each, leave_out=True, **marks,
+            skipped=verdict.skipped_steps(tables), tokens_per_step=each, leave_out=True,
         )
     ]  # fmt: skip
 
@@ -213,61 +212,35 @@ def _speeds(tables: Tables) -> Points:
     return Points((step, more / span) for step, more, span in both if span > 0 and more > 0)
 
 
-def _waits(tables: Tables) -> Points:
-    """Return the share of the step time that was spent waiting, from the second line on."""
-    waits = Points(islice(tables.numbers("span_wait_seconds"), 1, None))
-    both = joined(waits, tables.numbers("span_seconds"))
-    return Points((step, 100 * wait / span) for step, wait, span in both if span > 0)
-
-
-def _scaled(points: Points, factor: float) -> Points:
-    return Points((step, factor * value) for step, value in points)
-
-
 _KIND = {verdict.GOOD: "good", verdict.LOOK: "look", verdict.BAD: "bad"}
-
-
-def _samples(samples: Sequence[Line]) -> list[tuple[str, Line, list[Line]]]:
-    """Return for each prompt its newest sample, and the earlier ones, newest first."""
-    by_prompt: dict[str, list[Line]] = {}
-    for one in samples:
-        by_prompt.setdefault(str(one.get("prompt") or ""), []).append(one)
-    return [(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()]
 
 
 def _sources(tables: Tables) -> list[tuple[str, object]]:
     """Return each source and the tokens that were trained from it."""
-    found = tables.train[-1].get("sources") if tables.train else None
-    return list(found.items()) if isinstance(found, dict) else []
+    tokens = tables.train[-1].get("sources") if tables.train else None
+    return list(tokens.items()) if isinstance(tokens, dict) else []
 
 
 def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
     """Return (key, value, origin) of each key that somebody has set or the start has decided."""
-    origins = tables.starts[-1].get("set") if tables.starts else None
-    said = origins if isinstance(origins, dict) else {}
+    origins = tables.last_start.get("set")
+    origins = origins if isinstance(origins, dict) else {}
     chosen = [
         (key, text.compact(tables.settings.get(key, "see the config")), str(origin))
-        for key, origin in said.items()
+        for key, origin in origins.items()
     ]
-    asked = {key.partition(".")[2] for key in said}
+    asked = {key.partition(".")[2] for key in origins}
     decided = [(key, value) for key, value in _flat(tables.auto) if key not in asked]
     return chosen + [(key, text.compact(value), "auto") for key, value in decided]
 
 
 def _flat(decided: JsonMapping) -> list[tuple[str, object]]:
     """Return the keys of `auto.json` with their values; what holds on a device is in groups."""
-    found: list[tuple[str, object]] = []
+    values: list[tuple[str, object]] = []
     for key, value in decided.items():
-        found += _flat(value) if isinstance(value, dict) else [(key, value)]
-    return found
+        values += _flat(value) if isinstance(value, dict) else [(key, value)]
+    return values
 
 
 def _text(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def _policy(script: str) -> str:
-    """Return a content security policy: nothing is loaded, and only this script runs."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"'sha256-{digest}'" if script else "'none'"
-    return "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src " + allowed

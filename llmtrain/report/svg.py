@@ -45,6 +45,16 @@ class Series:
     dots: bool = False
     band: bool = False
 
+    @property
+    def look(self) -> str:
+        """The CSS classes of its colour."""
+        return f"c{self.colour % 4}" + (" dashed" if self.colour >= 4 else "")
+
+    @property
+    def highest(self) -> Sequence[float]:
+        """The upper edge of what is drawn."""
+        return self.curve.high if self.band else self.curve.mean
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -95,7 +105,11 @@ def draw(figure: Figure) -> str:
     """Return a figure as HTML. Every text in it is escaped."""
     axes = _axes(figure)
     paths = [_band(one, axes) for one in figure.series if one.band]
-    paths += [_mark(axes.x(step), "restart") for step in figure.restarts if step >= axes.left]
+    paths += [
+        f'<path class="restart" d="M{axes.x(step)} 0v{HEIGHT}"/>'
+        for step in figure.restarts
+        if step >= axes.left
+    ]
     paths += [
         f'<path class="skipped" d="M{axes.x(step)} {HEIGHT}v-160"/>'
         for step in figure.skipped
@@ -103,10 +117,10 @@ def draw(figure: Figure) -> str:
     ]
     paths += [f'<path class="limit" d="M0 {axes.y(value)}h{WIDTH}"/>' for _, value in figure.limits]
     paths += [path for one in figure.series for path in _curve(one, axes)]
-    said = ", ".join(one.label for one in figure.series)
+    names = ", ".join(one.label for one in figure.series)
     drawing = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(f"{figure.title}: {said}, by {figure.across}")}">'
+        f'aria-label="{escape(f"{figure.title}: {names}, by {figure.across}")}">'
         f"{''.join(paths)}</svg>"
     )
     data = " ".join(
@@ -115,12 +129,12 @@ def draw(figure: Figure) -> str:
             ("x0", "x1", "y0", "y1"), (axes.left, axes.right, axes.low, axes.high), strict=True
         )
     )
-    labels = _y_labels(axes) + _x_labels(axes, figure.tokens_per_step) + _mark_labels(figure, axes)
+    unit = f'<span class="soft">{escape(figure.unit)}</span>' if figure.unit else ""
     return (
         f'<figure id="figure-{escape(figure.name)}" class="figure" '
         f'data-across="{escape(figure.across)}" '
-        f"{data}><figcaption><h3>{escape(figure.title)}</h3>{_unit(figure)}{_legend(figure)}"
-        f'</figcaption><div class="plot">{labels}{drawing}</div>{_note(figure, axes)}'
+        f"{data}><figcaption><h3>{escape(figure.title)}</h3>{unit}{_legend(figure)}</figcaption>"
+        f'<div class="plot">{_labels(figure, axes)}{drawing}</div>{_note(figure, axes)}'
         f"{_table(figure)}</figure>"
     )
 
@@ -230,11 +244,7 @@ def _axes(figure: Figure) -> Axes:
         value for one in figure.series for value in (one.curve.low if one.band else one.curve.mean)
     ]
     every = [
-        (step, value)
-        for one in figure.series
-        for step, value in zip(
-            one.curve.steps, one.curve.high if one.band else one.curve.mean, strict=True
-        )
+        point for one in figure.series for point in zip(one.curve.steps, one.highest, strict=True)
     ]
     low = min([*lows, *([0.0] if figure.from_zero else [])])
     high = max(value for _, value in every)
@@ -253,13 +263,11 @@ def _axes(figure: Figure) -> Axes:
 
 
 def _curve(series: Series, axes: Axes) -> list[str]:
-    points = series.curve.points
-    look = f"c{series.colour % 4}" + (" dashed" if series.colour >= 4 else "")
-    label = escape(series.label)
-    drawn = [f'<path class="line {look}" data-label="{label}" d="{_line(points, axes)}"/>']
+    points, label = series.curve.points, escape(series.label)
+    drawn = [f'<path class="line {series.look}" data-label="{label}" d="{_line(points, axes)}"/>']
     if series.dots or len(points) == 1:
         spots = "".join(f"M{axes.x(step)} {axes.y(value)}h0" for step, value in points)
-        drawn.append(f'<path class="dots {look}" d="{spots}"/>')
+        drawn.append(f'<path class="dots {series.look}" d="{spots}"/>')
     return drawn
 
 
@@ -281,45 +289,33 @@ def _band(series: Series, axes: Axes) -> str:
     return f'<path class="range c{series.colour % 4}" d="{_line([*above, *below], axes)}z"/>'
 
 
-def _mark(place: int, kind: str) -> str:
-    return f'<path class="{kind}" d="M{place} 0v{HEIGHT}"/>'
+def _labels(figure: Figure, axes: Axes) -> str:
+    """Return the labels of the axes and the names of dashed lines, which are beside them.
 
-
-def _y_labels(axes: Axes) -> str:
-    return "".join(
+    Every other label below the figure is hidden on a narrow screen.
+    """
+    labels = [
         f'<i class="y" style="top:{100 * axes.y(value) / HEIGHT:.2f}%"><b>{_tick(value)}</b></i>'
         for value in ticks(axes.low, axes.high, 5)
-    )
-
-
-def _x_labels(axes: Axes, tokens_per_step: float | None) -> str:
-    """Return the labels below the figure; every other one is hidden on a narrow screen."""
-    found = []
+    ]
+    each = figure.tokens_per_step
     for place, value in enumerate(ticks(axes.left, axes.right, 6, least=1)):
-        tokens = (
-            f"<small>{_tick(value * tokens_per_step)}</small>" if tokens_per_step and value else ""
-        )
-        odd = " odd" if place % 2 else ""
-        left = 100 * axes.x(value) / WIDTH
-        found.append(
+        tokens = f"<small>{_tick(value * each)}</small>" if each and value else ""
+        odd, left = " odd" if place % 2 else "", 100 * axes.x(value) / WIDTH
+        labels.append(
             f'<i class="x{odd}" style="left:{left:.2f}%"><b>{_tick(value)}{tokens}</b></i>'
         )
-    return "".join(found)
-
-
-def _mark_labels(figure: Figure, axes: Axes) -> str:
-    """Return the names of dashed lines, which stand at them."""
-    found = [
+    labels += [
         f'<i class="named" style="left:{100 * axes.x(step) / WIDTH:.2f}%">restart</i>'
         for step in figure.restarts[:6]
         if axes.left <= step <= axes.right
     ]
-    found += [
+    labels += [
         f'<i class="named limit" style="top:{100 * axes.y(value) / HEIGHT:.2f}%">{escape(name)}</i>'
         for name, value in figure.limits
         if axes.low <= value <= axes.high
     ]
-    return "".join(found)
+    return "".join(labels)
 
 
 def _tick(value: float) -> str:
@@ -331,45 +327,34 @@ def _tick(value: float) -> str:
     return short(value) if 1e4 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
-def _unit(figure: Figure) -> str:
-    return f'<span class="soft">{escape(figure.unit)}</span>' if figure.unit else ""
-
-
 def _legend(figure: Figure) -> str:
     """Return the names of the curves with their last values, which hovering replaces."""
     parts = []
     for one in figure.series:
-        look = f"c{one.colour % 4}" + (" dashed" if one.colour >= 4 else "")
         value = one.curve.mean[-1]
         last = short(value) if abs(value) >= 1e4 else number(value)  # as `hover.js` writes it
         parts.append(
-            f'<span class="entry"><svg class="swatch" viewBox="0 0 20 8"><path class="line {look}" '
-            f'd="M0 4h20"/></svg>{escape(one.label)} <output>{last}</output></span>'
+            f'<span class="entry"><svg class="swatch" viewBox="0 0 20 8"><path class="line '
+            f'{one.look}" d="M0 4h20"/></svg>{escape(one.label)} <output>{last}</output></span>'
         )
     return f'<span class="legend">{"".join(parts)}<output class="at"></output></span>'
 
 
 def _note(figure: Figure, axes: Axes) -> str:
     """Return what the reader has to know to read the figure."""
-    said = []
-    above = [
-        value
-        for one in figure.series
-        for value in (one.curve.high if one.band else one.curve.mean)
-        if value > axes.high
-    ]
-    if above:
-        said.append(
+    notes = []
+    if above := [value for one in figure.series for value in one.highest if value > axes.high]:
+        notes.append(
             f"The first steps, up to {number(max(above))}, lie above the figure, so that the rest "
             "can be seen."
         )
     if any(one.band and one.curve.low != one.curve.high for one in figure.series):
-        said.append("Shaded: from the least to the greatest value; the line is their mean.")
+        notes.append("Shaded: from the least to the greatest value; the line is their mean.")
     if figure.tokens_per_step:
-        said.append(f"Below each {figure.across}: the tokens trained until then.")
+        notes.append(f"Below each {figure.across}: the tokens trained until then.")
     if figure.skipped:
-        said.append("Ticks at the bottom: steps whose update was skipped.")
-    return f'<p class="soft note">{" ".join(said)}</p>' if said else ""
+        notes.append("Ticks at the bottom: steps whose update was skipped.")
+    return f'<p class="soft note">{" ".join(notes)}</p>' if notes else ""
 
 
 def _table(figure: Figure) -> str:

@@ -13,10 +13,9 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 
-from llmtrain.report.collect import Line, Points, Tables, column, joined
+from llmtrain.report.collect import Line, Tables, column
 from llmtrain.rundir.goodput import share_of_steps
 from llmtrain.text import clip, count, duration, fixed, number, percent, plural, short
 
@@ -76,7 +75,9 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
     elif perplexity:
         found.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
     if tokens := tables.numbers("tokens"):
-        found.append(("tokens", short(tokens[-1][1]), f"{short(_speed(tables))} a second"))
+        sums = tables.sums
+        speed = sums.gained / sums.seconds if sums.seconds else None
+        found.append(("tokens", short(tokens[-1][1]), f"{short(speed)} a second"))
     share = goodput(tables)
     remark = "" if share is None else f"goodput {percent(share)}"
     found.append(("time", duration(tables.wall_seconds), remark))
@@ -96,15 +97,19 @@ def goodput(tables: Tables) -> float | None:
 
 def checks(tables: Tables) -> list[Check]:
     """Return the eight checks, in a fixed order."""
+    share = waiting_share(tables)
+    waited, slow = f"{percent(share)} of the step time", share > _WAITS
+    lines = plural(tables.unread, "line", "lines")
+    unread = f"{lines} of metrics.jsonl could not be read" if tables.unread else ""
     return [
         _steps(tables),
         _heldout(tables),
         _interruptions(tables),
         _skipped(tables),
-        _waiting(tables),
+        Check(LOOK if slow else GOOD, "data wait", waited + ": raise data.workers" * slow),
         _memory(tables),
         _checkpoints(tables),
-        _unread(tables),
+        Check(LOOK if unread else GOOD, "record", unread or "every line was read"),
     ]
 
 
@@ -181,34 +186,9 @@ def _learned(tables: Tables) -> str:
     return f"{ends} and {trend}."
 
 
-def _speed(tables: Tables) -> float | None:
-    """Return tokens a second over all steps, without the first of each start."""
-    first = _first_steps(tables)
-    gained = Points(
-        (step, now - before)
-        for (_, before), (step, now) in pairwise(tables.numbers("tokens"))
-        if step not in first
-    )
-    trained = took = 0.0
-    for _, more, span in joined(gained, tables.numbers("span_seconds")):
-        trained += more
-        took += span
-    return trained / took if took > 0 else None
-
-
-def _first_steps(tables: Tables) -> set[int]:
-    """Return the first step of each start, which opens the stream."""
-    return {start["step"] + 1 for start in tables.starts}
-
-
 def waiting_share(tables: Tables) -> float:
     """Return the share of the step time, logged or not, in which steps waited for data."""
-    first = _first_steps(tables)
-    waited, whole = (
-        sum(value for step, value in tables.numbers(name) if step not in first)
-        for name in ("span_wait_seconds", "span_seconds")
-    )
-    return waited / whole if whole > 0 else 0.0
+    return tables.sums.waited / tables.sums.seconds if tables.sums.seconds else 0.0
 
 
 def _steps(tables: Tables) -> Check:
@@ -238,7 +218,7 @@ def _heldout(tables: Tables) -> Check:
     step, several = tables.evaluations[-1]["step"], len(losses) > 1
     if not step or last > _RISING * best or (several and last >= first):
         mark = LOOK
-    vocabulary = tables.starts[-1].get("vocabulary") if tables.starts else None
+    vocabulary = tables.last_start.get("vocabulary")
     if isinstance(vocabulary, int) and vocabulary > 1:
         guessing = fixed(math.log(vocabulary))
         is_worse = bool(step) and last > math.log(vocabulary)
@@ -284,14 +264,6 @@ def _skipped(tables: Tables) -> Check:
     return Check(mark, "skipped updates", found, said)
 
 
-def _waiting(tables: Tables) -> Check:
-    share = waiting_share(tables)
-    said = f"{percent(share)} of the step time"
-    if share > _WAITS:
-        return Check(LOOK, "data wait", f"{said}: raise data.workers")
-    return Check(GOOD, "data wait", said)
-
-
 def _memory(tables: Tables) -> Check:
     peaks = tables.numbers("memory_gb").values
     if not peaks:
@@ -299,21 +271,19 @@ def _memory(tables: Tables) -> Check:
     said, mark = f"{fixed(max(peaks), 2)} GiB at most", GOOD
     compared = [one for one in tables.events if one.get("event") == "memory_compared"]
     detail = compared[-1].get("detail") if compared else None
-    device = room(tables)
-    if isinstance(detail, dict) and isinstance(detail.get("planned_gb"), int | float):
-        planned = float(detail["planned_gb"])
+    if isinstance(detail, dict) and isinstance(planned := detail.get("planned_gb"), int | float):
         said += f", planned {fixed(planned, 2)} GiB"
         mark = LOOK if max(peaks) > 1.1 * planned else GOOD
-    if device:
+    if device := room(tables):
         said += f", the device has {fixed(device, 1)} GiB"
     return Check(mark, "memory", said)
 
 
 def room(tables: Tables) -> float | None:
     """Return the GiB of the device, as the plan knew them; None if it did not."""
-    plan = tables.starts[-1].get("plan") if tables.starts else None
-    found = plan.get("device_bytes") if isinstance(plan, dict) else None
-    return found / 2**30 if isinstance(found, int | float) and found > 0 else None
+    plan = tables.last_start.get("plan")
+    size = plan.get("device_bytes") if isinstance(plan, dict) else None
+    return size / 2**30 if isinstance(size, int | float) and size > 0 else None
 
 
 def _checkpoints(tables: Tables) -> Check:
@@ -323,10 +293,3 @@ def _checkpoints(tables: Tables) -> Check:
     best = best_checkpoint(tables)
     said = f"{count(len(kept))} kept, newest {kept[-1]['name']}"
     return Check(GOOD, "checkpoints", f"{said}, best {best['name']}" if best else said)
-
-
-def _unread(tables: Tables) -> Check:
-    if tables.unread:
-        lines = plural(tables.unread, "line", "lines")
-        return Check(LOOK, "record", f"{lines} of metrics.jsonl could not be read")
-    return Check(GOOD, "record", "every line was read")

@@ -84,24 +84,31 @@ def stretches(
     until: Unix seconds at which the last stretch ends, if that is later than the last line
     most: of a longer record, neighbours are joined, so that there are about this many stretches
 
-    Lines of older versions may lack fields; their seconds are then "other". A start that added
-    nothing, as `without_idle_starts` defines it, has no time.
+    A start that added nothing, as `without_idle_starts` defines it, has no time.
     """
     every, lines = lines, without_idle_starts(lines)
     until = until if lines and lines[-1] is every[-1] else 0.0
-    redone = _redone(lines)
     size = max(1, -(-sum(line["kind"] == "train" for line in lines) // most))
-    found: list[Stretch] = []
+    # Whether each line is of a step that a later start went back behind.
+    redone, resumed = [], float("inf")
+    for line in reversed(lines):
+        redone.append(line["step"] > resumed)
+        if line["kind"] == "start":
+            resumed = min(resumed, line["step"])
+    redone.reverse()
+    every_stretch: list[Stretch] = []
     now = 0.0
     for first, after in _starts(lines):
-        own, begin = lines[first:after], _born(lines[first])
-        if found and begin > now:
-            found.append(Stretch(now, begin, {"down": begin - now}))
+        # When its process began; without a `start` line, when the first line was written.
+        begin = float(lines[first]["time"])
+        begin = min(begin, _positive(lines[first].get("born")) or begin)
+        if every_stretch and begin > now:
+            every_stretch.append(Stretch(now, begin, {"down": begin - now}))
         now = max(now, begin)
         last = until if after == len(lines) else 0.0
-        found += _of_start(own, redone[first:after], now, last, size)
-        now = found[-1].end if found else now
-    return found
+        every_stretch += _of_start(lines[first:after], redone[first:after], now, last, size)
+        now = every_stretch[-1].end if every_stretch else now
+    return every_stretch
 
 
 def without_idle_starts(lines: Sequence[JsonMapping]) -> list[JsonMapping]:
@@ -110,38 +117,22 @@ def without_idle_starts(lines: Sequence[JsonMapping]) -> list[JsonMapping]:
     They are a start that found the run finished and has no `train` line, and one that was refused.
     What is written between an `end` line and the next `start` line belongs to neither.
     """
-    kept: list[JsonMapping] = []
+    added: list[JsonMapping] = []
     finished = False
     for first, after in _starts(lines):
-        own = [line for line in lines[first:after] if line.get("event") != record.REFUSED]
-        if finished and not any(line["kind"] == "train" for line in own):
+        start = [line for line in lines[first:after] if line.get("event") != record.REFUSED]
+        if finished and not any(line["kind"] == "train" for line in start):
             continue
-        ends = [place for place, line in enumerate(own) if line["kind"] == "end"]
-        kept += own[: ends[0] + 1] if ends else own
-        finished = bool(ends) and own[ends[0]].get("state") == "finished"
-    return kept
+        end = next((place for place, line in enumerate(start) if line["kind"] == "end"), None)
+        added += start if end is None else start[: end + 1]
+        finished = end is not None and start[end].get("state") == "finished"
+    return added
 
 
 def _starts(lines: Sequence[JsonMapping]) -> Iterable[tuple[int, int]]:
     """Yield the range of lines of each start; lines before the first one are a range, too."""
     edges = [0, *(n for n, line in enumerate(lines) if line["kind"] == "start" and n), len(lines)]
     return [(one, other) for one, other in pairwise(edges) if one < other]
-
-
-def _born(line: JsonMapping) -> float:
-    """Return when the process of a start began; in older records, when it wrote its first line."""
-    born = _positive(line.get("born"))
-    return min(born, float(line["time"])) if born else float(line["time"])
-
-
-def _redone(lines: Sequence[JsonMapping]) -> list[bool]:
-    """Whether each line is of a step that a later start went back behind."""
-    found, resumed = [], float("inf")
-    for line in reversed(lines):
-        found.append(line["step"] > resumed)
-        if line["kind"] == "start":
-            resumed = min(resumed, line["step"])
-    return found[::-1]
 
 
 def _of_start(
@@ -155,9 +146,20 @@ def _of_start(
     edges, claims = [begin], [_Seconds(float)]
     left = 1  # `train` lines until the next edge
     for line, again in zip(lines, redone, strict=True):
-        for owner, claimed in _claims(line, again=again).items():
-            claims[-1][owner] += claimed
-        left -= line["kind"] == "train"
+        kind, seconds = line["kind"], claims[-1]
+        if kind == "train":
+            span = _positive(line.get("span_seconds"))
+            wait = min(span, _positive(line.get("span_wait_seconds")))
+            if again:
+                seconds["redone"] += span
+            else:
+                seconds["training"] += span - wait
+                seconds["waiting"] += wait
+        elif kind in ("eval", "sample"):
+            seconds["evaluating"] += _positive(line.get("seconds"))
+        elif kind == "checkpoint":
+            seconds["saving"] += _positive(line.get("blocked_seconds"))
+        left -= kind == "train"
         if not left:
             edges.append(max(edges[-1], float(line["time"])))
             claims.append(_Seconds(float))
@@ -165,27 +167,13 @@ def _of_start(
     edges.append(max(edges[-1], until, float(lines[-1]["time"])))
     lengths = [end - start for start, end in pairwise(edges)]
     _fit(claims, lengths)
-    found = []
+    parts = []
     for place, (start, length, seconds) in enumerate(zip(edges, lengths, claims, strict=False)):
         rest = "other" if place else "starting"
         seconds[rest] += max(0.0, length - sum(seconds.values()))
         owned = {owner: each for owner, each in seconds.items() if each}
-        found += [Stretch(start, start + length, owned)] if length > 0 else []
-    return found
-
-
-def _claims(line: JsonMapping, *, again: bool) -> Mapping[str, float]:
-    """Return owners and the seconds that a line gives to each."""
-    kind = line["kind"]
-    if kind == "train":
-        span = _positive(line.get("span_seconds"))
-        wait = min(span, _positive(line.get("span_wait_seconds")))
-        return {"redone": span} if again else {"training": span - wait, "waiting": wait}
-    if kind in ("eval", "sample"):
-        return {"evaluating": _positive(line.get("seconds"))}
-    if kind == "checkpoint":
-        return {"saving": _positive(line.get("blocked_seconds"))}
-    return {}
+        parts += [Stretch(start, start + length, owned)] if length > 0 else []
+    return parts
 
 
 def _fit(claims: Sequence[_Seconds], lengths: Sequence[float]) -> None:

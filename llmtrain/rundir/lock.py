@@ -127,14 +127,25 @@ class RunLock:
 
         None: the file names none. Raises UserError if that process may be alive.
         """
-        if not _flock(descriptor):
-            raise _in_use(self._path, read(self._path))
+        free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            _log.warning("this file system has no flock: the JSON of the lock alone decides")
         other = read(self._path)
-        if other is None:
+        if free and other is None:
             return None
-        reason = self._why_left(other)
+        reason = self._why_left(other) if free and other else None
         if reason is None:
-            raise _in_use(self._path, other)
+            remedy = (
+                "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
+            )
+            expected = f"a run directory that no other process uses; this one is {_describe(other)}"
+            raise UserError(Problem("run.dir", self._path.parent, expected, remedy))
         return reason
 
     def _why_left(self, other: Holder) -> str | None:
@@ -166,8 +177,20 @@ class RunLock:
         OSError.
         """
         with self._one_at_a_time:
-            if self.lost is None and not system.is_at(self._path, self._descriptor):
-                self._lock_again()
+            if self.lost is not None or system.is_at(self._path, self._descriptor):
+                return
+            try:
+                with system.close_on_error(_open(self._path)) as descriptor:
+                    self._judge(descriptor)
+            except UserError:
+                self.lost = _describe(read(self._path))
+                _log.error("%s was removed, and the directory is %s", self._path, self.lost)
+                return
+            before, self._descriptor = self._descriptor, descriptor
+            os.close(before)
+            self._write()
+            self.made_again += 1
+            _log.warning("%s was removed while this run holds it; it was made again", self._path)
 
     def _keep_beating(self) -> None:
         while not self._end.wait(self._beat_seconds) and self.lost is None:
@@ -181,21 +204,6 @@ class RunLock:
                         self._write()
             except OSError as error:
                 _log.warning("could not write the beat to %s: %s", self._path, error)
-
-    def _lock_again(self) -> None:
-        """Lock the file at the path, or a new one; set `lost` if another process has locked it."""
-        try:
-            with system.close_on_error(_open(self._path)) as descriptor:
-                self._judge(descriptor)
-        except UserError:
-            self.lost = _describe(read(self._path))
-            _log.error("%s was removed, and the directory is %s", self._path, self.lost)
-            return
-        before, self._descriptor = self._descriptor, descriptor
-        os.close(before)
-        self._write()
-        self.made_again += 1
-        _log.warning("%s was removed while this run holds it; it was made again", self._path)
 
     def _write(self) -> None:
         """Write the JSON in place, since the lock is on the inode.
@@ -292,26 +300,6 @@ def _unwritable(run_dir: Path, error: OSError) -> Problem:
     elif os.path.isfile(run_dir):  # noqa: PTH113  # never raises
         expected, remedy = "a directory; there is a file of that name", "move it, or use another"
     return Problem("run.dir", run_dir, expected, remedy)
-
-
-def _flock(descriptor: int) -> bool:
-    """Take the lock; return False if a live process has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        _log.warning("this file system has no flock: the JSON of the lock alone decides")
-    return True
-
-
-def _in_use(path: Path, holder: Holder | None) -> UserError:
-    who = _describe(holder)
-    remedy = "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
-    expected = f"a run directory that no other process uses; this one is {who}"
-    return UserError(Problem("run.dir", path.parent, expected, remedy))
 
 
 def _describe(holder: Holder | None) -> str:

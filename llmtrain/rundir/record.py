@@ -22,7 +22,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from llmtrain import system
 from llmtrain.config import secrets
@@ -247,27 +247,24 @@ class _LinesOfKind:
         self._places.append(place)
         self._sizes.append(size)
         for name, one in value.items():
-            number_here = type(one) in (int, float) and abs(one) < _EXACT and name != "step"
-            if number_here and name not in self._mixed:
-                self._put(name, one, number)
+            if type(one) not in (int, float) or abs(one) >= _EXACT or name == "step":
+                continue
+            column = self.columns.get(name)
+            if column is None:
+                if name in self._mixed or len(self.columns) >= _COLUMNS:
+                    continue
+                column = self.columns[name] = array("d", [math.nan]) * number
+                if type(one) is int:
+                    self.integers.add(name)
+            if (name in self.integers) == (type(one) is int):
+                column.append(one)
+            else:  # what was `1` must not become `1.0`
+                self._mixed.add(name)
+                del self.columns[name]
         for column in self.columns.values():
             if len(column) == number:
                 column.append(math.nan)
         return Line(self, number)
-
-    def _put(self, name: str, value: float, number: int) -> None:
-        column = self.columns.get(name)
-        if column is None:
-            if len(self.columns) >= _COLUMNS:
-                return
-            column = self.columns[name] = array("d", [math.nan]) * number
-            if type(value) is int:
-                self.integers.add(name)
-        if (name in self.integers) != (type(value) is int):  # what was `1` must not become `1.0`
-            self._mixed.add(name)
-            del self.columns[name]
-            return
-        column.append(value)
 
     def whole(self, number: int) -> JsonMapping:
         """Return all fields of a line."""
@@ -275,16 +272,16 @@ class _LinesOfKind:
             with self._path.open("rb") as file:
                 file.seek(self._places[number])
                 text = file.read(self._sizes[number])
-            found = parse(text.decode("utf-8", "replace"))
-            if found is None:
-                kept = {name: one[number] for name, one in self.columns.items()}
-                found = {name: one for name, one in kept.items() if not math.isnan(one)}
-                found |= {
+            fields = parse(text.decode("utf-8", "replace"))
+            if fields is None:
+                numbers = {name: one[number] for name, one in self.columns.items()}
+                fields = {name: one for name, one in numbers.items() if not math.isnan(one)}
+                fields |= {
                     "kind": self.name,
                     "time": self._times[number],
                     "step": self.steps[number],
                 }
-            self._last = number, found
+            self._last = number, fields
         return self._last[1]
 
 
@@ -317,22 +314,17 @@ def _open(path: Path) -> int:
     """Open the file, or make it, for appending lines; remove a torn last line."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     with system.close_on_error(file):
-        size = os.fstat(file).st_size
-        end = _end_of_lines(file, size)
+        size = end = os.fstat(file).st_size
+        while end:  # look for the last whole line from the end
+            start = max(0, end - _AT_ONCE)
+            if whole := os.pread(file, end - start, start).rfind(b"\n") + 1:
+                end = start + whole
+                break
+            end = start
         if end < size:
             os.ftruncate(file, end)
             _log.info("removed a torn last line of %d bytes from %s", size - end, path)
     return file
-
-
-def _end_of_lines(file: int, size: int) -> int:
-    """Return where the last whole line of an open file ends, looking from its end."""
-    while size:
-        start = max(0, size - _AT_ONCE)
-        if found := os.pread(file, size - start, start).rfind(b"\n") + 1:
-            return start + found
-        size = start
-    return 0
 
 
 _READ_AT_ONCE = 1 << 18  # bytes
@@ -361,32 +353,32 @@ class Tail:
         Of a long record they are not all lines, so that they take little memory.
         """
         try:
-            with self._path.open("rb") as file:
-                return self._lines_of(file)
+            file = self._path.open("rb")
         except FileNotFoundError:
             return [], False
-
-    def _lines_of(self, file: BinaryIO) -> tuple[list[JsonObject], bool]:
-        known = os.fstat(file.fileno())
-        begin = file.read(len(self._begin) or 200)
-        again = (
-            known.st_ino != self._file or known.st_size < self._read or begin[:200] != self._begin
-        ) or not self._read
-        if again:
-            self._file, self._read, self.unread = known.st_ino, 0, 0
-        file.seek(self._read)
-        text = b""
-        while b"\n" not in text and (piece := file.read(_READ_AT_ONCE)):
-            text += piece
+        with file:
+            known = os.fstat(file.fileno())
+            again = (
+                not self._read
+                or known.st_ino != self._file
+                or known.st_size < self._read
+                or file.read(len(self._begin)) != self._begin
+            )
+            if again:
+                self._file, self._read, self.unread = known.st_ino, 0, 0
+            file.seek(self._read)
+            text = b""
+            while b"\n" not in text and (piece := file.read(_READ_AT_ONCE)):
+                text += piece
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
         self.more = bool(whole) and self._read < known.st_size
         if again:
             self._begin = whole[:200]
-        found = [parse(line) for line in whole.splitlines()]
-        kept = [line for line in found if line is not None and is_of_record(line)]
-        self.unread += len(found) - len(kept)
-        return kept, again
+        values = [parse(line) for line in whole.splitlines()]
+        lines = [line for line in values if line is not None and is_of_record(line)]
+        self.unread += len(values) - len(lines)
+        return lines, again
 
 
 EVERY_LINE = {

@@ -105,15 +105,16 @@ def read_status(run_dir: Path) -> JsonObject:
         value = json.loads((run_dir / STATUS).read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return {}
-    found = value if isinstance(value, dict) else {}
-    return {name: field for name, field in found.items() if _can_be(name, field)}
-
-
-def _can_be(name: str, field: object) -> bool:
-    """Whether the value has the type with which this field is written."""
-    if field is None:
-        return _EMPTY.get(name) is None
-    return name not in _EMPTY or type(field) is (str if name in _TEXT else int)
+    fields = value if isinstance(value, dict) else {}
+    return {
+        name: field
+        for name, field in fields.items()
+        if (
+            _EMPTY.get(name) is None
+            if field is None
+            else name not in _EMPTY or type(field) is (str if name in _TEXT else int)
+        )
+    }
 
 
 def _replace(run_dir: Path, fields: dict[str, object]) -> JsonObject:
@@ -187,7 +188,7 @@ class FrozenChoices:
     @property
     def device(self) -> JsonObject:
         """The values frozen for launches with the same device type."""
-        return self.devices.setdefault(_device_of(self._launch), {})
+        return self.devices.setdefault(self._launch.split("/")[1], {})  # of `ddp/cuda/8`
 
     def save(self) -> None:
         """Write the file (rank 0)."""
@@ -199,27 +200,17 @@ class FrozenChoices:
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _device_of(launch: str) -> str:
-    """Return the device type in the name of a launch, such as `ddp/cuda/8`."""
-    return launch.split("/")[1]
-
-
 def _read(path: Path) -> JsonObject:
     remedy = "restore it, or begin again in another run.dir"
     try:
         value: JsonObject = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise UserError(Problem(str(path), None, f"JSON ({error})", remedy)) from error
-    if not _is_decided(value):
+    # The form that `FrozenChoices.to_bytes` writes: an object, of objects, two of objects again.
+    level = [value]
+    if isinstance(value, dict):
+        level += [value.get(key, {}) for key in ("run", "devices", "launches")]
+        level += [one for kinds in level[2:] if isinstance(kinds, dict) for one in kinds.values()]
+    if not all(isinstance(one, dict) for one in level):
         raise UserError(Problem(str(path), None, "what this program has written there", remedy))
     return value
-
-
-def _is_decided(value: object) -> bool:
-    """Whether `value` has the form that `FrozenChoices.to_bytes` writes."""
-    if not isinstance(value, dict):
-        return False
-    run, by_kind = value.get("run", {}), [value.get(key, {}) for key in ("devices", "launches")]
-    if not all(isinstance(one, dict) for one in (run, *by_kind)):
-        return False
-    return all(isinstance(one, dict) for values in by_kind for one in values.values())

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmtrain.errors import Problem, UserError
+from llmtrain.report.collect import StepSums, as_number, is_of_all, require_record
 from llmtrain.rundir import contents, lock, status
 from llmtrain.rundir.record import Tail, in_words
 from llmtrain.system import is_alive, start_time
@@ -21,7 +21,6 @@ from llmtrain.types import JsonMapping, JsonObject
 _POINTS = 2000
 _SILENT = 60.0  # seconds without a line after which a person should know
 _EVENTS = 4
-_MOST = 1e100  # sums of larger numbers could overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,7 @@ class Watcher:
     """Follows one run. Each `look` reads what is new."""
 
     def __init__(self, run_dir: Path) -> None:
-        if not (run_dir / contents.METRICS).is_file():
-            expected = f"a run directory, with {contents.METRICS} in it"
-            remedy = "give the directory that the config names as run.dir"
-            raise UserError(Problem("RUN", run_dir, expected, remedy))
+        require_record(run_dir)
         self._run_dir = run_dir
         self._tail = Tail(run_dir)
         self._forget()
@@ -86,25 +82,25 @@ class Watcher:
                 self._take(line)
             if not self._tail.more:
                 break
-        said = status.read_status(self._run_dir)
-        state, silence = self._state(said)
-        train = self._train
+        written = status.read_status(self._run_dir)
+        state, silence = self._state(written)
+        train, sums = self._train, self._sums
         return View(
             name=self._run_dir.resolve().name,
             state=state,
             silence=silence,
-            step=max(_whole(said.get("step")), _whole(train.get("step"))),
+            step=max(_whole(written.get("step")), _whole(train.get("step"))),
             steps=_whole(self._start.get("steps")) or None,
             strategy=_text(self._start.get("strategy")),
             world_size=_whole(self._start.get("world_size")) or None,
             device=_text(self._start.get("device")),
-            loss=_number(train.get("loss")),
-            router_loss=_number(train.get("router_loss")),
+            loss=as_number(train.get("loss")),
+            router_loss=as_number(train.get("router_loss")),
             heldout=self._heldout,
             evaluated=self._evaluated,
             best=self._best,
-            tokens_per_second=self._speed,
-            wait=self._waited / self._spent if self._spent else None,
+            tokens_per_second=sums.speed,
+            wait=sums.waited / sums.seconds if sums.seconds else None,
             left=self._left(state),
             unread=self._tail.unread,
             events=tuple(self._events),
@@ -118,9 +114,7 @@ class Watcher:
         self._heldout: float | None = None
         self._evaluated: int | None = None
         self._best: float | None = None
-        self._speed: float | None = None
-        self._spent = self._waited = 0.0  # seconds of steps of this start
-        self._done = 0  # steps in these seconds
+        self._sums = StepSums()  # of this start
         self._events: deque[str] = deque(maxlen=_EVENTS)
         self._curve: list[tuple[int, float]] = []
 
@@ -128,43 +122,34 @@ class Watcher:
         """Keep what a line adds to the picture."""
         kind, self._last = line["kind"], float(line["time"])
         if kind == "start":
-            self._start = line
-            self._spent = self._waited = 0.0
-            self._done = 0
+            self._start, self._sums = line, StepSums()
+            self._sums.add(line)
             self._curve = [point for point in self._curve if point[0] <= line["step"]]
         elif kind == "train":
-            before, self._train = self._train, line
-            span = _number(line.get("span_seconds")) or 0.0
-            first = line["step"] == self._start.get("step", 0) + 1  # it opens the stream
-            if span > 0 and not first:
-                self._spent += span
-                self._waited += _number(line.get("span_wait_seconds")) or 0.0
-                self._done += max(0, line["step"] - _whole(before.get("step")))
-                now, then = _number(line.get("tokens")), _number(before.get("tokens"))
-                if now is not None and then is not None and now > then:
-                    self._speed = (now - then) / span
-            loss = _number(line.get("loss"))
+            self._train = line
+            self._sums.add(line)
+            loss = as_number(line.get("loss"))
             if loss is not None:
                 self._curve.append((line["step"], loss))
                 if len(self._curve) > _POINTS:
                     pairs = zip(self._curve[::2], self._curve[1::2], strict=False)
                     self._curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
-        elif kind == "eval" and line.get("split") in (None, "heldout"):
-            self._heldout, self._evaluated = _number(line.get("loss")), line["step"]
+        elif is_of_all(line):
+            self._heldout, self._evaluated = as_number(line.get("loss")), line["step"]
             if self._heldout is not None:
                 self._best = min(self._heldout, self._best or self._heldout)
         elif kind == "event" and line.get("event") != "memory_compared":
             self._events.append(f"step {line['step']:,}: {in_words(line)}")
 
     def _left(self, state: str) -> float | None:
-        steps = _whole(self._start.get("steps"))
-        if state not in ("running", "silent") or not (steps and self._done and self._spent):
+        steps, sums = _whole(self._start.get("steps")), self._sums
+        if state not in ("running", "silent") or not (steps and sums.steps):
             return None
-        return max(0, steps - _whole(self._train.get("step"))) * self._spent / self._done
+        return max(0, steps - _whole(self._train.get("step"))) * sums.seconds / sums.steps
 
-    def _state(self, said: JsonMapping) -> tuple[str, str]:
+    def _state(self, written: JsonMapping) -> tuple[str, str]:
         """Return the state of the run, and what to know about one that is silent."""
-        state = str(said.get("state") or "running")
+        state = str(written.get("state") or "running")
         if state != "running":
             return state, ""
         holder = lock.read(self._run_dir / contents.LOCK)
@@ -180,12 +165,6 @@ class Watcher:
 def _lives(holder: lock.Holder) -> bool:
     """Whether the process exists, and is not another one that has its number now."""
     return is_alive(holder.pid) and holder.started in (None, start_time(holder.pid))
-
-
-def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if -_MOST < value < _MOST else None  # neither inf nor NaN
 
 
 def _whole(value: object) -> int:

@@ -43,12 +43,6 @@ def test_the_plan_beside_a_measured_device_is_an_event_and_beside_a_cpu_it_is_no
     assert event["step"] == 3
 
 
-def test_a_run_that_goes_on_after_its_end_has_no_end_yet(tmp_path):
-    lines = [*runs.history(20), runs.start_line(20)]
-    assert collect(runs.write_run(tmp_path, lines)).end is None
-    assert collect(runs.write_run(tmp_path, runs.history(20))).end["state"] == "finished"
-
-
 def test_a_repeated_and_a_refused_start_leave_the_verdict_of_a_finished_run_as_it_was(tmp_path):
     once = collect(runs.write_run(tmp_path, runs.history(20), runs.status()))
     later = [runs.event_line(20, "start_refused"), runs.start_line(20), runs.end_line(20)]

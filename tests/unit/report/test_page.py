@@ -121,8 +121,6 @@ def test_a_key_that_somebody_set_is_not_shown_as_decided_too(tmp_path):
     [
         ({"device": "arm", "device_type": "cpu"}, {"device": "cpu"}, False),
         ({"device": "NVIDIA H100", "device_type": "cuda"}, {}, True),
-        ({"device": "NVIDIA GeForce GT 9", "device_type": None}, {}, True),  # an older record
-        ({"device": "x86_64", "device_type": None}, {"device": "cpu"}, False),
     ],
 )
 def test_memory_is_shown_with_its_plan_where_it_is_that_of_a_device(tmp_path, start, event, shown):

@@ -7,6 +7,8 @@ import pytest
 from helpers import runs
 
 from llmtrain.errors import UserError
+from llmtrain.report.collect import collect, column
+from llmtrain.report.verdict import waiting_share
 from llmtrain.system import start_time
 from llmtrain.tools.watch import Watcher
 
@@ -69,6 +71,15 @@ def test_a_resume_takes_back_the_curve_and_events_are_in_words(tmp_path):
         "step 150: An update was skipped, as its loss or gradient was not finite."
     )
     assert watcher.look() == view
+
+
+def test_the_picture_and_the_report_of_a_start_have_the_same_numbers(tmp_path):
+    run = runs.write_run(tmp_path, runs.history())
+    view, tables = Watcher(run).look(), collect(run)
+    assert view.wait == waiting_share(tables)
+    assert view.tokens_per_second == tables.sums.speed
+    assert view.best == min(column(tables.evaluations, "loss").values)
+    assert view.curve == tuple(tables.numbers("loss"))
 
 
 def test_what_is_kept_does_not_grow_with_the_run_and_nothing_is_written(tmp_path):
