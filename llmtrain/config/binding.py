@@ -94,10 +94,14 @@ def bind(config: schema.Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
     unset, idle = _unset(), ("adapter.",) if config.adapter.kind == "none" else ()
+    # The weights of sources may change, and also their paths, as the manifest shows whether the
+    # data is still the same.
     binding = {
         key: value
         for key, value in values.items()
-        if _binds(key)
+        if key.startswith(_BINDING)
+        and key not in _FREE
+        and not (key.startswith("data.sources.") and key.endswith((".weight", ".path")))
         and unset.get(general_name(key), _NO_DEFAULT) != value
         and not key.startswith(idle)
     }
@@ -146,11 +150,11 @@ def data_settings(config: schema.Config) -> DataSettings:
 def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change]:
     """Return the differences between the binding values of two configs."""
     unset = _unset()
-    found = [
+    both = (
         Change(key, *(side.get(key, unset.get(general_name(key))) for side in (old, new)))
         for key in {**old, **new}
-    ]
-    return [change for change in found if change.old != change.new]
+    )
+    return [change for change in both if change.old != change.new]
 
 
 def is_accepted(key: str, accepted: Iterable[str]) -> bool:
@@ -191,8 +195,8 @@ def dump(config: schema.Config, *, whole: bool = True) -> str:
     """
     values = config.model_dump(mode="json", by_alias=True)
     for section in ("data", "evaluation"):
-        own = getattr(config, section).sources
-        for source, written in zip(own, values[section]["sources"], strict=True):
+        sources = getattr(config, section).sources
+        for source, written in zip(sources, values[section]["sources"], strict=True):
             if "text_column" not in source.model_fields_set:
                 del written["text_column"]
     if not evaluates(config.data, config.evaluation):
@@ -201,18 +205,6 @@ def dump(config: schema.Config, *, whole: bool = True) -> str:
         chosen = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         values = {name: {key: values[name][key] for key in chosen[name]} for name in chosen}
     return write(values)
-
-
-def _binds(key: str) -> bool:
-    """Whether a run cannot be resumed with another value of this key.
-
-    The weights of sources may change, and also their paths, as the manifest shows whether the data
-    is still the same.
-    """
-    free = (".weight", ".path")
-    if key in _FREE or (key.startswith("data.sources.") and key.endswith(free)):
-        return False
-    return key.startswith(_BINDING)
 
 
 def _unset() -> dict[str, object]:

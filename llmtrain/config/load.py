@@ -51,7 +51,12 @@ def load_config(
     """
     document = yaml12.parse(_text(Path(path)))
     tree = _tree(document, str(path))
-    origins = _origins(tree)
+    origins: dict[str, Origin] = {
+        f"{section}.{key}": "file"
+        for section, keys in tree.items()
+        if isinstance(keys, dict)
+        for key in keys
+    }
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
     for override in overrides:
@@ -59,33 +64,19 @@ def load_config(
             origins[_override(tree, override, document.source)] = "command line"
         except UserError as error:
             document.problems += error.problems
-    config, found = _validate(tree, document.source, rules)
-    problems = secrets.clear([*document.problems, *found], secrets.in_config(tree))
+    config, refused = _validate(tree, document.source, rules)
+    problems = secrets.clear([*document.problems, *refused], secrets.in_config(tree))
     if problems or config is None:
         raise UserError(*problems, where=str(path))
-    complete = _complete(config, Path(path).stem)
-    complete._origins.update(origins)
-    return complete
-
-
-def _origins(tree: Tree) -> dict[str, Origin]:
-    """Return the origin of each key that a file sets."""
-    return {
-        f"{section}.{key}": "file"
-        for section, keys in tree.items()
-        if isinstance(keys, dict)
-        for key in keys
-    }
-
-
-def _complete(config: Config, name: str) -> Config:
-    """Return the config with defaults that depend on the file's name and on other sections."""
+    # Defaults that depend on the file's name and on other sections.
     run, checkpoint = config.run, config.checkpoint
     if run.dir is None:
-        run = run.model_copy(update={"dir": f"runs/{name}"})
+        run = run.model_copy(update={"dir": f"runs/{Path(path).stem}"})
     if not checks.evaluates(config.data, config.evaluation):
         checkpoint = checkpoint.model_copy(update={"keep_best": 0})
-    return config.model_copy(update={"run": run, "checkpoint": checkpoint})
+    complete = config.model_copy(update={"run": run, "checkpoint": checkpoint})
+    complete._origins.update(origins)
+    return complete
 
 
 def _text(path: Path) -> str:
@@ -94,20 +85,17 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         problem = Problem(str(path), None, f"UTF-8; byte {error.start} is not")
     except FileNotFoundError:
-        problem = Problem(str(path), None, "a config file that exists", _config_beside(path))
+        folder = path.parent
+        names = sorted(one.name for one in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+        beside = f"one of {', '.join(names[:5])} in {folder}"
+        remedy = beside if names else f"{folder} has no .yaml file"
+        problem = Problem(str(path), None, "a config file that exists", remedy)
     except IsADirectoryError:
         inside = str(path / "config.yaml") if (path / "config.yaml").is_file() else ""
         problem = Problem(str(path), None, "a YAML file, not a directory", inside)
     except OSError as error:
         problem = Problem(str(path), None, f"a readable file ({error.strerror})")
     raise UserError(problem)
-
-
-def _config_beside(path: Path) -> str:
-    """Return a remedy that names the configs in the directory of a missing one."""
-    folder = path.parent
-    names = sorted(item.name for item in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
-    return f"one of {', '.join(names[:5])} in {folder}" if names else f"{folder} has no .yaml file"
 
 
 def _tree(document: yaml12.YamlDocument, path: str) -> Tree:
@@ -145,22 +133,17 @@ def _override(tree: Tree, override: str, source: dict[yaml12.Path, str]) -> str:
     if value.problems:
         reason = value.problems[0].remedy or value.problems[0].expected
         given = shown.partition("=")[2]
-        remedy = f"if it is a string, quote it: '{name}={_quoted(name, given)}'"
+        quoted, takes = f'"{given}"', {key.name: key.takes for key in all_keys()}
+        if takes.get(general_name(name), "").startswith("a list"):
+            items = (item.strip().strip("'\"") for item in given.strip().strip("[]").split(","))
+            quoted = json.dumps([*items], ensure_ascii=False)
+        remedy = f"if it is a string, quote it: '{name}={quoted}'"
         raise UserError(Problem(name, given, f"a value in YAML ({reason})", remedy))
     path = _place(tree, parts, value.value)
     for old in [old for old in source if old[: len(path)] == path]:
         del source[old]
     source |= {(*path, *inner): raw for inner, raw in value.source.items()}
     return name
-
-
-def _quoted(name: str, given: str) -> str:
-    """Return what is meant to be a string as YAML, in a list where the key takes only that."""
-    takes = {key.name: key.takes for key in all_keys()}.get(general_name(name), "")
-    if not takes.startswith("a list"):
-        return f'"{given}"'
-    items = (item.strip().strip("'\"") for item in given.strip().strip("[]").split(","))
-    return json.dumps([*items], ensure_ascii=False)
 
 
 def _place(tree: Tree, parts: list[str], value: object) -> yaml12.Path:
@@ -198,8 +181,8 @@ def _validate(
     tree: Tree, source: Mapping[yaml12.Path, str], rules: Sequence[Rule]
 ) -> tuple[Config | None, list[Problem]]:
     """Return the config if it is valid, and every problem of keys, types and rules."""
-    own = [rule for rule in checks.RULES if not rules or rule is not checks.check_micro_batch]
-    every = (*own, *rules)
+    every = [rule for rule in checks.RULES if not rules or rule is not checks.check_micro_batch]
+    every += rules
     try:
         config = Config.model_validate(tree, by_alias=True, by_name=False)
         return config, list(checks.apply(every, dict(config)))
@@ -207,7 +190,7 @@ def _validate(
         errors = error.errors(include_url=False, include_input=False)
         broken = {item["loc"][0] for item in errors}
         broken |= {near_section(str(name)) for name in broken - Config.model_fields.keys()}
-        found = _schema_problems(tree, [_kind_place_limit(item) for item in errors], source)
+        problems = _schema_problems(tree, errors, source)
     valid = {
         name: cast("type[Section]", field.annotation).model_validate(
             tree.get(name, {}), by_alias=True, by_name=False
@@ -215,31 +198,25 @@ def _validate(
         for name, field in Config.model_fields.items()
         if name not in broken
     }
-    return None, [*found, *checks.apply(every, valid)]
-
-
-def _kind_place_limit(error: ErrorDetails) -> tuple[str, yaml12.Path, str]:
-    """Return the kind of an error, where it is, and a limit in words that only it can tell."""
-    most = error["ctx"]["le"] if error["type"] == "less_than_equal" else None
-    return error["type"], error["loc"], "" if most is None else f"at most {most:,.15g}"
+    return None, [*problems, *checks.apply(every, valid)]
 
 
 def _schema_problems(
-    tree: Tree,
-    errors: Sequence[tuple[str, yaml12.Path, str]],
-    source: Mapping[yaml12.Path, str],
+    tree: Tree, errors: Sequence[ErrorDetails], source: Mapping[yaml12.Path, str]
 ) -> Iterator[Problem]:
-    """Yield one problem for each key, however many branches of a union refused its value.
-
-    errors: kind, place and limit of each, as `_kind_place_limit` returns them
-    """
+    """Yield one problem for each key, however many branches of a union refused its value."""
     keys = {key.name: key for key in all_keys()}
     misspelt = {near_section(name) for name in tree.keys() - Config.model_fields.keys()}
     # A section that is present under a misspelt name is not missing.
     seen: set[yaml12.Path] = {(name,) for name in misspelt - tree.keys()}
     named = keys.keys() | sections()
-    limits = {_known_part(location, named): limit for _, location, limit in errors if limit}
-    for kind, location, _ in errors:
+    limits = {
+        _known_part(error["loc"], named): f"at most {error['ctx']['le']:,.15g}"
+        for error in errors
+        if error["type"] == "less_than_equal"
+    }
+    for error in errors:
+        kind, location = error["type"], error["loc"]
         path = _known_part(location, named)
         is_unknown = kind == "extra_forbidden" and path == location[:-1]
         path = location if is_unknown else path
@@ -251,7 +228,12 @@ def _schema_problems(
         takes = key.takes if key else "a mapping of keys"
         takes = takes if "≤" in takes else limits.get(path, takes)
         if is_unknown:
-            yield _unknown(name, value)
+            meant = guess(name, is_section=isinstance(value, dict))
+            expected, advice = UNKNOWN_KEY, meant.advice
+            if meant.key:
+                expected = f"{UNKNOWN_KEY}; did you mean {meant.key}?"
+                advice = f"{meant.key}: {advice}" if advice else ""
+            yield Problem(name, _shown(value), expected, advice)
         elif kind == "missing" and path == location:  # not an item of a list
             advice = key.description if key else ""
             yield Problem(name, None, f"{takes}; there is no default", advice)
@@ -281,14 +263,6 @@ def _at(tree: object, path: yaml12.Path) -> Any:
         else:
             tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
-
-
-def _unknown(name: str, value: object) -> Problem:
-    found, shown = guess(name, is_section=isinstance(value, dict)), _shown(value)
-    if not found.key:
-        return Problem(name, shown, UNKNOWN_KEY, found.advice)
-    expected = f"{UNKNOWN_KEY}; did you mean {found.key}?"
-    return Problem(name, shown, expected, f"{found.key}: {found.advice}" if found.advice else "")
 
 
 def _advice(key: Key, value: object, shown: str) -> str:

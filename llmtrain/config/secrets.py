@@ -158,7 +158,10 @@ def without(secrets: Iterable[str]) -> Hide:
 
     The secrets are also hidden as JSON, Python and addresses spell them.
     """
-    spelled = {text for one in secrets if one.strip() for text in _spellings(one.strip())}
+    spelled: set[str] = set()
+    for plain in filter(None, map(str.strip, secrets)):
+        in_json = (json.dumps(plain, ensure_ascii=both)[1:-1] for both in (True, False))
+        spelled |= {plain, *in_json, repr(plain)[1:-1], quote(plain, safe="")}
     # The longest first, since one may begin with another.
     known = "|".join(map(_pattern, sorted(spelled, key=lambda text: (-len(text), text))))
     known_pattern = re.compile(known) if known else None
@@ -169,7 +172,9 @@ def without(secrets: Iterable[str]) -> Hide:
         text = _LOOK.sub(HIDDEN, text)
         if "://" in text:
             text = _USER.sub(HIDDEN, text)
-        return _QUERY.sub(_parameter, text) if "=" in text else text
+        if "=" in text:
+            text = _QUERY.sub(lambda one: HIDDEN if is_secret_name(one[1]) else one[0], text)
+        return text
 
     return hide
 
@@ -180,10 +185,6 @@ def _pattern(text: str) -> str:
     if len(text) >= _LONG:
         return escaped
     return rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-F][0-9A-F])){escaped}(?![A-Za-z0-9])"
-
-
-def _parameter(found: re.Match[str]) -> str:
-    return HIDDEN if is_secret_name(found[1]) else found[0]
 
 
 def hidden(value: object, hide: Hide, name: str = "") -> Any:
@@ -224,7 +225,11 @@ def _variable(path: tuple[str, ...], value: object) -> str:
     """Return the variable that a secret belongs into; "" if the value is no secret."""
     names = [name for name in path if not name.isdecimal()]
     if names and is_secret(names[-1], value):
-        return _named_after(names)
+        if "wandb" in _plain("_".join(names)):
+            return "WANDB_API_KEY"
+        last = _plain(names[-1])
+        plain = last in ("token", "auth_token", "access_token", "use_auth_token")
+        return "HF_TOKEN" if plain or {"hf", "hub"} & set(last.split("_")) else last.upper()
     if not isinstance(value, str):
         return ""
     for variable, look in _LOOKS:
@@ -235,26 +240,7 @@ def _variable(path: tuple[str, ...], value: object) -> str:
     return "HF_TOKEN" if in_address else ""
 
 
-def _named_after(names: list[str]) -> str:
-    path, last = _plain("_".join(names)), _plain(names[-1])
-    if "wandb" in path:
-        return "WANDB_API_KEY"
-    plain = last in ("token", "auth_token", "access_token", "use_auth_token")
-    return "HF_TOKEN" if plain or {"hf", "hub"} & set(last.split("_")) else last.upper()
-
-
 def _plain(name: str) -> str:
     """Return a name in one spelling: hub_token for `hubToken`, `hub-token` and `HUB_TOKEN`."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip())
     return re.sub(r"[^a-z0-9]+", "_", parted.lower())
-
-
-def _spellings(plain: str) -> set[str]:
-    """Return the text as it is, in JSON (two ways for non-ASCII), in an address and in Python."""
-    return {
-        plain,
-        json.dumps(plain)[1:-1],
-        json.dumps(plain, ensure_ascii=False)[1:-1],
-        repr(plain)[1:-1],
-        quote(plain, safe=""),
-    }

@@ -139,14 +139,21 @@ def guess(name: str, *, is_section: bool = False) -> Guess:
     """
     general, section = general_name(name), near_section(name)
     last = general.rpartition(".")[2].lower().replace("-", "_")
-    found = foreign().get(general) or foreign().get(last) or _same_last(general, last)
-    if section and (is_section or not found):
+    meant = foreign().get(general) or foreign().get(last)
+    if meant is None:
+        names = [one for one in _candidates(general) if one.rpartition(".")[2] == last]
+        for match in difflib.get_close_matches(general, names, n=1, cutoff=0.0):
+            meant = Guess(match)
+    if section and (is_section or not meant):
         return Guess(section)
-    found = found or _near(general, last)
-    if found is None:
-        return Guess("", _neighbours(general))
+    meant = meant or _near(general, last)
+    if meant is None:  # name those beside it
+        around = general.rpartition(".")[0]
+        prefix = f"{around}." if around in sections() else ""
+        keys = [key.name.removeprefix(prefix) for key in all_keys() if key.name.startswith(prefix)]
+        return Guess("", f"one of {', '.join(dict.fromkeys(key.split('.')[0] for key in keys))}")
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
-    return found._replace(key=found.key.replace(ITEM, number[0] if number else "0"))
+    return meant._replace(key=meant.key.replace(ITEM, number[0] if number else "0"))
 
 
 def near_section(name: str) -> str:
@@ -170,12 +177,6 @@ def _candidates(general: str) -> list[str]:
     return [key.name for key in all_keys() if anywhere or ITEM not in key.name]
 
 
-def _same_last(general: str, last: str) -> Guess | None:
-    names = [name for name in _candidates(general) if name.rpartition(".")[2] == last]
-    near = difflib.get_close_matches(general, names, n=1, cutoff=0.0)
-    return Guess(near[0]) if near else None
-
-
 def _near(general: str, last: str) -> Guess | None:
     """Return the most similar name: another trainer's, the last part of our keys, or a full name.
 
@@ -193,10 +194,3 @@ def _near(general: str, last: str) -> Guess | None:
     for match in difflib.get_close_matches(general, names, n=1, cutoff=0.8):
         return Guess(match)
     return None
-
-
-def _neighbours(general: str) -> str:
-    section = general.rpartition(".")[0]
-    prefix = f"{section}." if section in sections() else ""
-    keys = [key.name.removeprefix(prefix) for key in all_keys() if key.name.startswith(prefix)]
-    return f"one of {', '.join(dict.fromkeys(key.partition('.')[0] for key in keys))}"
