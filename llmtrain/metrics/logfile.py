@@ -31,7 +31,11 @@ class LogFile:
         self._ours = logging.getLogger("llmtrain")
         self._levels = (self._root.level, self._ours.level)
         self._root.setLevel(logging.INFO)
-        self._ours.setLevel(_asked_level())
+        level, levels = os.environ.get("LLMTRAIN_LOG_LEVEL", "INFO"), logging.getLevelNamesMapping()
+        if level.upper() not in levels:
+            expected = f"one of {', '.join(sorted(levels, key=lambda name: levels[name]))}"
+            raise UserError(Problem("LLMTRAIN_LOG_LEVEL", level.upper(), expected))
+        self._ours.setLevel(levels[level.upper()])
         self._buffer = logging.handlers.MemoryHandler(
             _BUFFERED_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False
         )
@@ -87,15 +91,6 @@ class LogFile:
         self._root.setLevel(self._levels[0])
         self._ours.setLevel(self._levels[1])
         logging.captureWarnings(False)
-
-
-def _asked_level() -> int:
-    name = os.environ.get("LLMTRAIN_LOG_LEVEL", "INFO").upper()
-    levels = logging.getLevelNamesMapping()
-    if name not in levels:
-        expected = f"one of {', '.join(sorted(levels, key=lambda level: levels[level]))}"
-        raise UserError(Problem("LLMTRAIN_LOG_LEVEL", name, expected))
-    return levels[name]
 
 
 class _Formatter(logging.Formatter):

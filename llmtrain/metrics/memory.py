@@ -17,11 +17,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmtrain import system
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 _STATUS = Path("/proc/self/status")
 _REFERENCES = Path("/proc/self/clear_refs")
@@ -115,15 +118,18 @@ class Profile:
         self._first, self._last = steps
         self._report = report
         self._begun = 0  # the first step that was recorded
-        self._profiler: Any = None
+        self._profiler: profile | None = None
 
     def begin(self, step: int) -> None:
         """Begin to record before the first step of the range, and write after the last one."""
         if self._profiler is not None and step > self._last:
             self.end(step - 1)
         elif self._profiler is None and self._first <= step <= self._last:
+            from torch.profiler import ProfilerActivity, profile
+
+            on_device = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._begun = step
-            self._profiler = self._open()
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *on_device])
             self._profiler.start()
 
     def end(self, step: int) -> None:
@@ -144,34 +150,23 @@ class Profile:
         else:
             self._report("profiled", step, steps=[self._begun, step])
 
-    def _open(self) -> Any:
-        from torch.profiler import ProfilerActivity, profile
-
-        on_device = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-        return profile(activities=[ProfilerActivity.CPU, *on_device])
-
-    def _write_operators(self, profiler: Any, step: int) -> None:
+    def _write_operators(self, profiler: profile, step: int) -> None:
         """Write the operators with the most time of their own, on the device if there is one."""
         kind = "device" if self._device.type == "cuda" else "cpu"
-        found = profiler.key_averages()
-        own = {one.key: getattr(one, f"self_{kind}_time_total") / 1e6 for one in found}
-        calls = {one.key: one.count for one in found}
-        whole = sum(own.values()) or 1.0
-        longest = sorted(own, key=lambda name: own[name], reverse=True)[:_OPERATORS]
         operators = [
             {
-                "name": name,
-                "calls": calls[name],
-                "seconds": own[name],
-                "share": own[name] / whole,
+                "name": one.key,
+                "calls": one.count,
+                "seconds": getattr(one, f"self_{kind}_time_total") / 1e6,
             }
-            for name in longest
+            for one in profiler.key_averages()
         ]
-        said = {
+        whole = sum(one["seconds"] for one in operators) or 1.0
+        longest = sorted(operators, key=lambda one: one["seconds"], reverse=True)[:_OPERATORS]
+        content = {
             "steps": [self._begun, step],
             "device": self._device.type,
-            "operators": operators,
+            "operators": [one | {"share": one["seconds"] / whole} for one in longest],
         }
-        system.write_durably(
-            self._operators, (json.dumps(said, indent=2) + "\n").encode(), sync=False
-        )
+        encoded = (json.dumps(content, indent=2) + "\n").encode()
+        system.write_durably(self._operators, encoded, sync=False)

@@ -66,7 +66,8 @@ class Progress:
         self.written = 0  # how often something was shown
         self.begun = False  # whether the start block was shown
         self._stream = stream
-        self._moves = stream is not None and _is_terminal(stream)
+        no_terminal = os.environ.get("TERM", "") in ("", "dumb", "unknown")
+        self._moves = stream is not None and stream.isatty() and not no_terminal
         self._clock = clock
         self._hide = secrets.hider(os.environ)  # a prompt may hold one
         self._live: Live | None = None
@@ -274,10 +275,6 @@ class Progress:
             self._stream, self._live = None, None
             _log.warning("the terminal is gone (%s); the run continues without it", error)
             return None
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def _open_live(stream: TextIO | None) -> Live:

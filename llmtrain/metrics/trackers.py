@@ -185,8 +185,8 @@ def _mlflow_run(client: MlflowClient, case: Case) -> Run:
     So a kill between the making of a run and the writing of its id leaves no second run.
     """
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
-    found = client.get_experiment_by_name(name)
-    experiment = found.experiment_id if found else client.create_experiment(name)
+    existing = client.get_experiment_by_name(name)
+    experiment = existing.experiment_id if existing else client.create_experiment(name)
     tagged = f"tags.`{_MLFLOW_ID}` = '{case.run_id}'"
     for run in client.search_runs([experiment], tagged, max_results=1):
         client.update_run(run.info.run_id, status="RUNNING")
@@ -334,7 +334,7 @@ class _Guarded:
         if self._opening is None:
             self._opening = begin_in_thread(work, f"tracker-{self.name}")
         try:
-            found = self._opening.result(max(0.0, self._until - time.monotonic()))
+            return self._opening.result(max(0.0, self._until - time.monotonic()))
         except TimeoutError:
             if self._opening.done():  # it is the service's own
                 self._opening = None
@@ -343,7 +343,6 @@ class _Guarded:
         except Exception:
             self._opening = None
             raise
-        return found
 
     def _works(self, call: Callable[[], object]) -> bool:
         try:
@@ -370,7 +369,9 @@ class Trackers:
 
     def log(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
         """Send a line of `metrics.jsonl` to every tracker: its numbers, and a sample's text."""
-        if values := secrets.hidden(_flat(_prefix(kind, fields), fields), self._hide):
+        source = str(fields.get("split", "")).removeprefix("heldout").lstrip("/")
+        flat = _flat(f"{kind}/{source}" if source else kind, fields)
+        if values := secrets.hidden(flat, self._hide):
             for tracker in self._trackers:
                 tracker.log(values, step)
 
@@ -382,16 +383,11 @@ class Trackers:
 
 def check_installed(names: Iterable[TrackerName]) -> None:
     """Raise UserError if a tracker's package is missing. It imports nothing, so it is fast."""
-    missing = [name for name in names if not _is_installed(name)]
-    if missing:
+    # A directory without code, such as the `wandb` of an earlier run, has no origin.
+    specs = {name: importlib.util.find_spec(name) for name in names}
+    if missing := [name for name, spec in specs.items() if spec is None or spec.origin is None]:
         expected, remedy = "an installed package of that name", "pip install 'llmtrain[trackers]'"
         raise UserError(Problem("logging.trackers", ", ".join(missing), expected, remedy))
-
-
-def _is_installed(name: TrackerName) -> bool:
-    found = importlib.util.find_spec(name)
-    # A directory without code, such as the `wandb` of an earlier run, has no origin.
-    return found is not None and found.origin is not None
 
 
 def open_trackers(
@@ -431,33 +427,19 @@ def _ids(names: Sequence[TrackerName], path: Path) -> dict[str, str]:
     not open a second tracker run. Raises UserError if the file is not one of ours, RunError (74) if
     it cannot be written.
     """
-    kept = _kept(path)
-    ids = kept | {name: uuid.uuid4().hex[:12] for name in names if name not in kept}
-    if ids != kept:
+    try:
+        earlier = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError:
+        earlier = None
+    if not isinstance(earlier, dict) or not all(isinstance(one, str) for one in earlier.values()):
+        expected = "a JSON object of trackers' ids, as this program has written there"
+        remedy = "restore it, or delete it: trackers then begin new runs of their own"
+        raise UserError(Problem(str(path), None, expected, remedy))
+    ids = earlier | {name: uuid.uuid4().hex[:12] for name in names if name not in earlier}
+    if ids != earlier:
         with needed_on_disk(path):
             system.write_durably(path, (json.dumps(ids, indent=2) + "\n").encode())
     return ids
-
-
-def _kept(path: Path) -> dict[str, str]:
-    """Read the ids of earlier starts."""
-    try:
-        kept = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        kept = None
-    if isinstance(kept, dict) and all(isinstance(one, str) for one in kept.values()):
-        return kept
-    expected = "a JSON object of trackers' ids, as this program has written there"
-    remedy = "restore it, or delete it: trackers then begin new runs of their own"
-    raise UserError(Problem(str(path), None, expected, remedy))
-
-
-def _prefix(kind: str, fields: Mapping[str, object]) -> str:
-    """Return the beginning of the names of a line's values: its kind, and its source if any."""
-    source = str(fields.get("split", "")).removeprefix("heldout").lstrip("/")
-    return f"{kind}/{source}" if source else kind
 
 
 def _flat(prefix: str, fields: Mapping[str, object]) -> JsonObject:
