@@ -36,6 +36,10 @@ def batch_of(
     names = manifest.labels
     whole = all(block.trained is None for block in blocks)  # without padding
     trained = _leave_out(labels, blocks, whole=whole, document_mask=manifest.document_mask)
+    tokens, counts = _by_source(blocks, names, trained)
+    # How many positions are not padding.
+    lengths = (sum(span.stop - span.start for span in block.spans) for block in blocks)
+    real = labels.size if whole else sum(min(manifest.seq_len, length) for length in lengths)
     return Batch(
         ids=ids,
         labels=labels,
@@ -44,19 +48,12 @@ def batch_of(
         cursors={g % manifest.lanes: block.cursors for g, block in numbered},
         digest=_digest([g for g, _ in numbered], ids, labels, trained),
         first_block=first_block,
-        sources=_tokens(blocks, trained, names),
-        counts=_counts(blocks, names, trained),
+        sources=tokens,
+        counts=counts,
         wait_seconds=wait_seconds,
         ended=ended,
-        real_tokens=labels.size
-        if whole
-        else sum(_real(block, manifest.seq_len) for block in blocks),
+        real_tokens=real,
     )
-
-
-def _real(block: Block, seq_len: int) -> int:
-    """Return how many of a block's positions are not padding."""
-    return min(seq_len, sum(span.stop - span.start for span in block.spans))
 
 
 def _leave_out(
@@ -102,25 +99,20 @@ def _digest(
     return total % 2**64
 
 
-def _tokens(
-    blocks: Sequence[Block], trained: Sequence[int], labels: tuple[str, ...]
-) -> dict[str, int]:
-    tokens: dict[str, int] = {}
-    for block, count in zip(blocks, trained, strict=True):
-        if block.source >= 0:
-            label = labels[block.source]
-            tokens[label] = tokens.get(label, 0) + count
-    return tokens
-
-
-def _counts(
+def _by_source(
     blocks: Sequence[Block], labels: tuple[str, ...], trained: Sequence[int]
-) -> Mapping[str, Mapping[str, int]]:
-    """Return what was met, by source, and how many blocks have nothing to train."""
+) -> tuple[dict[str, int], Mapping[str, Mapping[str, int]]]:
+    """Return the trained tokens by source, and what was met there.
+
+    Blocks that have nothing to train are counted, too.
+    """
+    tokens: Counter[str] = Counter()
     total: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for block, tokens in zip(blocks, trained, strict=True):
+    for block, count in zip(blocks, trained, strict=True):
         for k, met in block.counts.items():
             total[labels[k]].update(met)
-        if not tokens and block.source >= 0:  # else it is padding behind the end of the data
-            total[labels[block.source]][UNTRAINED_BLOCKS] += 1
-    return dict(total)
+        if block.source >= 0:  # else it is padding behind the end of the data
+            tokens[labels[block.source]] += count
+            if not count:
+                total[labels[block.source]][UNTRAINED_BLOCKS] += 1
+    return dict(tokens), dict(total)

@@ -87,8 +87,8 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
     leaves it out. A disk that fails raises RunError (75), as a source whose columns nobody saw
     would be read as texts.
     """
-    for file, known in enumerate(source.files[:CHECKED_FILES]):
-        kind = (file_format(known.name) or ("",))[0]
+    for file in range(min(CHECKED_FILES, len(source.files))):
+        kind = source.format(file).kind
         try:
             if kind in TABLES:
                 names: list[str] = _schema(source, file, key, reader).names
@@ -104,7 +104,7 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> FileLook | Problem:
     system.beat("looking into the files of the data", file + 1, len(source.files))
-    kind, compression = file_format(source.files[file].name) or ("", None)
+    kind, compression = source.format(file)
     try:
         if source.cached:
             if not is_index(source.files[file].name):
@@ -186,7 +186,7 @@ def _schema(source: Source, file: int, key: str, reader: Reader) -> pa.Schema:
         if isinstance(error, OSError) and error.errno:
             remedy = "look at the disk, then start again"
             raise RunError(f"{where} cannot be read: {error}", RESTARTABLE, remedy) from error
-        kind = (file_format(source.files[file].name) or ("",))[0]
+        kind = source.format(file).kind
         expected = f"a complete {kind.replace('arrow', 'Arrow')} file ({first_line(error)})"
         remedy = "replace the file, or rename it by its format"
         raise UnreadableError(Problem(f"{key}.path", where, expected, remedy)) from error
@@ -278,7 +278,7 @@ def text_size(source: Source, unit: Unit, reader: Reader) -> float:
     if unit.group < 0:
         return unit.stop - unit.start
     names = lines.columns_of(replace(source, id_column=None))
-    if (file_format(source.files[unit.file].name) or ("",))[0] == "arrow":
+    if source.format(unit.file).kind == "arrow":
         batch = reader.units.batches(source, unit.file)[unit.group]
         part = batch.slice(unit.start, unit.stop - unit.start)
         return float(sum(part.column(name).nbytes for name in names if name in part.schema.names))

@@ -110,11 +110,11 @@ class HeldOut:
         part = slice(begin, begin + seq_len + 1)
         ids = np.full(seq_len + 1, self.pad, dtype=np.int32)
         scored = np.zeros(seq_len + 1, dtype=bool)
-        found = self.ids[part]
-        ids[: len(found)], scored[: len(found)] = found, self.scored[part]
+        size = len(self.ids[part])
+        ids[:size], scored[:size] = self.ids[part], self.scored[part]
         first, last = np.searchsorted(self.starts, (begin + 1, begin + seq_len))
-        starts = np.concatenate([[0], self.starts[first:last] - begin, [len(found)]])
-        starts = starts[starts < seq_len] if len(found) else starts[:1]
+        starts = np.concatenate([[0], self.starts[first:last] - begin, [size]])
+        starts = starts[starts < seq_len] if size else starts[:1]
         labels = np.where(scored[1:], ids[1:], NOT_TRAINED).astype(np.int64)
         return ids, labels, starts.astype(np.int32)
 
@@ -126,8 +126,8 @@ class HeldOut:
         assert self.owners is not None, "there are no parts"
         labels = np.arange(1, seq_len + 1) + g * seq_len
         documents = np.searchsorted(self.starts, labels, side="right") - 1
-        found: np.ndarray = self.owners[documents.clip(0)]
-        return found
+        parts: np.ndarray = self.owners[documents.clip(0)]
+        return parts
 
 
 @dataclass(slots=True)
@@ -185,8 +185,10 @@ def lay_out(
             HeldOutPart(label, counts[k], sizes[k], chat) for k, (label, chat) in enumerate(sources)
         )
         owners = np.array(laid.owners, np.int64)
-    found = (np.concatenate(laid.ids), np.concatenate(laid.scored), np.array(laid.starts, np.int64))
-    return HeldOut(*found, len(documents), sum(sizes), tokenizer.pad, parts, owners)
+    ids, scored = np.concatenate(laid.ids), np.concatenate(laid.scored)
+    starts = np.array(laid.starts, np.int64)
+    total = len(documents), sum(sizes)
+    return HeldOut(ids, scored, starts, *total, tokenizer.pad, parts, owners)
 
 
 def _add_conversations(
@@ -250,11 +252,9 @@ def load(path: Path) -> HeldOut | None:
         return None
     with safe_open(str(path), framework="numpy") as file:
         facts = json.loads(file.metadata()["heldout"])
-        parts = tuple(HeldOutPart(**part) for part in facts.get("parts", ()))
-        ids, scored, starts = (file.get_tensor(name) for name in ("ids", "scored", "starts"))
-        owners = file.get_tensor("owners") if parts else None
-        documents, size, pad = (facts[name] for name in ("documents", "bytes", "pad"))
-        return HeldOut(ids, scored, starts, documents, size, pad, parts, owners)
+        parts = tuple(HeldOutPart(**part) for part in facts.pop("parts", ()))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return HeldOut(**tensors, **facts, parts=parts)
 
 
 def save(held: HeldOut, path: Path) -> None:
@@ -292,32 +292,20 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
     threshold = min(int(fraction * count / chosen_count * _WHOLE), _WHOLE - 1)
     hashes: list[int] = []
     for u in chosen:
-        found = _rows(source, u, seed, reader, heldout=False)  # nothing is held out yet
-        hashes += [rows.hash(row, seed) for rows, row in found]
-        if sum(found < threshold for found in hashes) >= MIN_DOCUMENTS:
+        documents = _rows(source, u, seed, reader, heldout=False)  # nothing is held out yet
+        hashes += [rows.hash(row, seed) for rows, row in documents]
+        if sum(one < threshold for one in hashes) >= MIN_DOCUMENTS:
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
+    # Raise the threshold if too few documents are below it; the last training document of a source
+    # is never held out. spare: there are usable documents in units that are not evaluation units
     spare = _has_training_document(source, set(range(count)) - set(chosen), seed, reader)
-    return replace(
-        source,
-        heldout_units=tuple(chosen),
-        threshold=_raise_threshold(threshold, sorted(hashes), spare),
-    )
-
-
-def _raise_threshold(threshold: int, hashes: list[int], spare: bool) -> int:
-    """Return the threshold, raised if too few documents are below it.
-
-    The last training document of a source is never held out.
-
-    spare: whether there are usable documents in units that are not evaluation units
-    """
+    hashes.sort()
     wanted = min(MIN_DOCUMENTS, math.ceil(len(hashes) / 10), len(hashes) - (not spare))
-    if sum(found < threshold for found in hashes) >= wanted:
-        return threshold
-    raised = hashes[wanted - 1] + 1
-    if not spare and hashes[-1] < raised:  # equal ids: all documents would be held out
-        return threshold
-    return raised
+    if sum(one < threshold for one in hashes) < wanted:
+        raised = hashes[wanted - 1] + 1
+        if spare or hashes[-1] >= raised:  # else equal ids: all documents would be held out
+            threshold = raised
+    return replace(source, heldout_units=tuple(chosen), threshold=threshold)
 
 
 def has_training_document(source: Source, seed: int, reader: Reader) -> bool:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat.rows import BadRowError
 from llmtrain.data.documents.reader import Reader, bad_row, row_order, unit_at, units_of
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import DataManifest
@@ -169,7 +168,10 @@ class Lane:
         """
         counts = self._ask()
         if not any(self._shares):
-            block = self._padding(counts)
+            seq_len = self._manifest.seq_len
+            ids = np.full(seq_len + 1, self._encoder.tokenizer.pad, dtype=np.int32)
+            untrained, start = np.zeros(seq_len, dtype=np.bool_), np.zeros(1, dtype=np.int32)
+            block = Block(ids, start, untrained, (), -1, counts, self.cursors)
         else:
             k = source_of(self.next_block, self._shares)
             packed = self._ready.pop(k, None) or next(self._packing(k))
@@ -210,24 +212,18 @@ class Lane:
         return {}
 
     def _packing(self, k: int) -> Packing:
-        if k not in self._packings:
-            self._packings[k] = self._open(k)
-        return self._packings[k]
-
-    def _open(self, k: int) -> Packing:
         """Return the blocks of source k from its cursor on, packed as the manifest says."""
         manifest, cursor = self._manifest, self.cursors[k]
+        if k in self._packings:
+            return self._packings[k]
         if manifest.sources[k].cached and manifest.packing == "concat":
-            return token_cache.blocks(manifest, k, self._index, cursor)
-        order, pad = (manifest.seed, 4, k, self._index), self._encoder.tokenizer.pad
-        how = (manifest.packing, partial(self.walk, k), manifest.seq_len)
-        return open_packing(*how, cursor, pad=pad, order=order)
-
-    def _padding(self, counts: Mapping[int, Mapping[str, int]]) -> Block:
-        seq_len = self._manifest.seq_len
-        ids = np.full(seq_len + 1, self._encoder.tokenizer.pad, dtype=np.int32)
-        untrained = np.zeros(seq_len, dtype=np.bool_)
-        return Block(ids, np.zeros(1, dtype=np.int32), untrained, (), -1, counts, self.cursors)
+            blocks = token_cache.blocks(manifest, k, self._index, cursor)
+        else:
+            order, pad = (manifest.seed, 4, k, self._index), self._encoder.tokenizer.pad
+            how = (manifest.packing, partial(self.walk, k), manifest.seq_len)
+            blocks = open_packing(*how, cursor, pad=pad, order=order)
+        self._packings[k] = blocks
+        return blocks
 
     def walk(self, k: int, cursor: Cursor, again: bool) -> Iterator[Document]:
         """Yield the training documents of source k from `cursor` on, tokenized a few at a time.
@@ -241,7 +237,7 @@ class Lane:
 
         A row without anything to train on is no document; its counts come with the next one.
         """
-        found = self._untokenized(k, cursor, again)
+        documents = self._untokenized(k, cursor, again)
         cached = self._manifest.sources[k].cached
         ahead, last_epoch = 1, cursor.epoch
         counts: Counter[str] = Counter()
@@ -250,7 +246,7 @@ class Lane:
             batch: list[Untokenized] = []
             characters = 0
             while len(batch) < ahead and characters < MAX_AHEAD_CHARACTERS:
-                one = next(found)
+                one = next(documents)
                 if one.content is None:
                     end = one
                     break
@@ -258,8 +254,8 @@ class Lane:
                 characters += len(one.content)
             for one, encoded in zip(batch, self._encode(k, batch), strict=True):
                 if one.counts or encoded.counts:
-                    counts.update(one.counts)
-                    counts.update(_counts_to_record(encoded))
+                    counts.update(one.counts)  # of a conversation, all else is for `data inspect`
+                    counts.update({name: n for name, n in encoded.counts.items() if name in NOTED})
                 if not len(encoded.ids):
                     self._refuse_without_documents(k, one.epoch - last_epoch)
                     continue
@@ -277,19 +273,14 @@ class Lane:
         if source.cached:
             return [Encoded(ids) for ids in contents]
         encoded = self._encoder.documents(source, contents)
-        if not self._reader.reading.skip_bad_rows:
-            for one, found in zip(batch, encoded, strict=True):
-                if found.bad is not None:
-                    raise UserError(self._bad_row(k, one, found.bad))
+        for one, result in zip(batch, encoded, strict=True):
+            if result.bad is not None and not self._reader.reading.skip_bad_rows:
+                # Name its file and line.
+                u = unit_at(self._manifest, k, one.epoch, self._index, one.unit)
+                rows = self._reader.documents(source, source.units[u], one.epoch, needed=True)
+                row = int(row_order(self._manifest, k, u, one.epoch, len(rows))[one.row])
+                raise UserError(bad_row(source, u, row, self._reader, result.bad))
         return encoded
-
-    def _bad_row(self, k: int, one: Untokenized, why: BadRowError) -> Problem:
-        """Return the problem of a conversation that cannot be used, with its file and line."""
-        manifest, source = self._manifest, self._manifest.sources[k]
-        u = unit_at(manifest, k, one.epoch, self._index, one.unit)
-        rows = self._reader.documents(source, source.units[u], one.epoch, needed=True)
-        row = int(row_order(manifest, k, u, one.epoch, len(rows))[one.row])
-        return bad_row(source, u, row, self._reader, why)
 
     def _refuse_without_documents(self, k: int, epochs: int) -> None:
         """Raise UserError if a source had no training document in so many epochs."""
@@ -382,11 +373,6 @@ class Lanes:
         while lane.next_block < g:
             lane.take()  # another rank's block (W does not divide L), or an earlier one
         return lane.take()
-
-
-def _counts_to_record(encoded: Encoded) -> dict[str, int]:
-    """Return what a run records of a conversation: all else is for `llmtrain data inspect`."""
-    return {name: encoded.counts[name] for name in NOTED if name in encoded.counts}
 
 
 def _content(rows: Rows | token_cache.CachedRows, row: int, vocabulary: int) -> tuple[Any, bool]:

@@ -93,6 +93,48 @@ class Source:
         """Return the path or hf:// address of a file."""
         return f"{self.root}/{self.files[file].name}"
 
+    def to_json(self) -> JsonObject:
+        """Return its entry of `manifest.json`."""
+        chat = {"form": self.form, "names": self.columns, "reading": self.reading}
+        return {
+            "label": self.label,
+            "path": self.path,
+            "remote": self.remote,
+            "root": self.root if self.remote else None,
+            "revision": self.revision,
+            "columns": {"text": self.text_column, "id": self.id_column},
+            **(chat if self.form else {}),
+            **({"document": "file"} if self.whole_files else {}),
+            "weight": self.weight,
+            "max_epochs": self.max_epochs,
+            "heldout": {"units": self.heldout_units, "threshold": self.threshold},
+            "files": [file._asdict() for file in self.files],
+            "units": self.units,  # [file, row group or -1, start, stop]
+        }
+
+    @staticmethod
+    def from_json(entry: JsonObject, root: str, weight: float) -> Source:
+        """Return the source of an entry, with its place and weight as configured now."""
+        return Source(
+            **{key: entry[key] for key in ("label", "path", "remote", "revision", "max_epochs")},
+            root=root,
+            files=tuple(local.File(**file) for file in entry["files"]),
+            text_column=entry["columns"]["text"],
+            id_column=entry["columns"]["id"],
+            form=entry.get("form"),
+            columns=entry.get("names", {}),
+            reading=entry.get("reading", 1) if "form" in entry else READING,
+            whole_files=entry.get("document") == "file",
+            weight=weight,
+            units=tuple(Unit(*unit) for unit in entry["units"]),
+            heldout_units=tuple(entry["heldout"]["units"]),
+            threshold=entry["heldout"]["threshold"],
+        )
+
+    def format(self, file: int) -> local.Format:
+        """Return how a file is read; a kind of "" if that is unknown."""
+        return local.file_format(self.files[file].name) or local.Format("", None)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
@@ -148,10 +190,10 @@ class ChatFacts:
 
     def to_json(self) -> JsonObject:
         """Return the fields; arguments that are objects are left out, as in manifests of old."""
-        found = asdict(self)
+        facts = asdict(self)
         if self.arguments == "object":
-            del found["arguments"]
-        return found
+            del facts["arguments"]
+        return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +272,15 @@ class DataManifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of `manifest.json`."""
-        return (json.dumps(_to_json(self), separators=(",", ":")) + "\n").encode()
+        content = {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            **{key: getattr(self, key) for key in _PLAIN},
+            "tokenizer": asdict(self.tokenizer),
+            **({"chat": self.chat.to_json()} if self.chat else {}),
+            "sources": [source.to_json() for source in self.sources],
+        }
+        return (json.dumps(content, separators=(",", ":")) + "\n").encode()
 
 
 def glance(path: Path) -> JsonObject:
@@ -256,8 +306,8 @@ def has_other_sources(path: Path, settings: DataSettings) -> bool:
     other files are there. A source whose files were moved is the same source.
     """
     stored = glance(path)
-    found = changes(stored["made_with"], settings.values)
-    if any(change.key.startswith("data.sources.") for change in found):
+    changed = changes(stored["made_with"], settings.values)
+    if any(change.key.startswith("data.sources.") for change in changed):
         return True
     pairs = zip(stored["sources"], settings.data.sources, strict=True)
     return any(
@@ -303,67 +353,12 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> DataManifest:
     sources = []
     for index, (entry, now) in enumerate(zip(stored["sources"], configured, strict=True)):
         root = entry["root"] if entry["remote"] else local.locate(now, f"data.sources.{index}.path")
-        sources.append(_source(entry, root, now.weight))
+        sources.append(Source.from_json(entry, root, now.weight))
     return DataManifest(
         sources=tuple(sources),
         tokenizer=TokenizerFacts(**stored["tokenizer"]),
         chat=ChatFacts(**stored["chat"]) if "chat" in stored else None,
         **{key: stored[key] for key in _PLAIN},
-    )
-
-
-def _to_json(manifest: DataManifest) -> JsonObject:
-    return {
-        "version": VERSION,
-        "fingerprint": manifest.fingerprint,
-        **{key: getattr(manifest, key) for key in _PLAIN},
-        "tokenizer": asdict(manifest.tokenizer),
-        **({"chat": manifest.chat.to_json()} if manifest.chat else {}),
-        "sources": [_source_to_json(source) for source in manifest.sources],
-    }
-
-
-def _source_to_json(source: Source) -> JsonObject:
-    return {
-        "label": source.label,
-        "path": source.path,
-        "remote": source.remote,
-        "root": source.root if source.remote else None,
-        "revision": source.revision,
-        "columns": {"text": source.text_column, "id": source.id_column},
-        **(
-            {"form": source.form, "names": source.columns, "reading": source.reading}
-            if source.form
-            else {}
-        ),
-        **({"document": "file"} if source.whole_files else {}),
-        "weight": source.weight,
-        "max_epochs": source.max_epochs,
-        "heldout": {"units": source.heldout_units, "threshold": source.threshold},
-        "files": [file._asdict() for file in source.files],
-        "units": source.units,  # [file, row group or -1, start, stop]
-    }
-
-
-def _source(entry: JsonObject, root: str, weight: float) -> Source:
-    return Source(
-        label=entry["label"],
-        path=entry["path"],
-        root=root,
-        remote=entry["remote"],
-        revision=entry["revision"],
-        files=tuple(local.File(**file) for file in entry["files"]),
-        text_column=entry["columns"]["text"],
-        id_column=entry["columns"]["id"],
-        form=entry.get("form"),
-        columns=entry.get("names", {}),
-        reading=entry.get("reading", 1) if "form" in entry else READING,
-        whole_files=entry.get("document") == "file",
-        weight=weight,
-        max_epochs=entry["max_epochs"],
-        units=tuple(Unit(*unit) for unit in entry["units"]),
-        heldout_units=tuple(entry["heldout"]["units"]),
-        threshold=entry["heldout"]["threshold"],
     )
 
 

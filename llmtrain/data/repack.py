@@ -21,7 +21,7 @@ import json
 import re
 from bisect import bisect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 from llmtrain.data.documents.elements import HEAD_BYTES, array_elements, is_array
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decode_line, in_batches, to_bytes
 from llmtrain.data.documents.skipped import readable
+from llmtrain.data.documents.units import map_arrow
 from llmtrain.data.sources.local import FORMATS, PROSE, edges_digest, file_format
 from llmtrain.data.token_cache.write import replacing
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
@@ -76,15 +77,19 @@ def rewrite(task: Rewrite) -> int:
     rows = 0
     with _readable(task.source):
         schema, batches = _open(task.source, task.text_column)
-    with (
-        replacing(task.target) as file,
-        _representable(task.source),
-        pq.ParquetWriter(file, schema, compression="zstd") as writer,
-    ):
-        for group in group_batches(_checked(task.source, batches), task.group_bytes):
-            writer.write_table(group, row_group_size=len(group))
-            rows += len(group)
-        writer.add_key_value_metadata({MADE_OF: json.dumps(made | {"rows": rows})})
+    try:
+        with (
+            replacing(task.target) as file,
+            pq.ParquetWriter(file, schema, compression="zstd") as writer,
+        ):
+            for group in group_batches(_checked(task.source, batches), task.group_bytes):
+                writer.write_table(group, row_group_size=len(group))
+                rows += len(group)
+            writer.add_key_value_metadata({MADE_OF: json.dumps(made | {"rows": rows})})
+    except pa.ArrowException as error:  # an OSError passes: the target's disk failed
+        expected, remedy = "columns of types that parquet has", "leave the column out"
+        problem = Problem(str(task.source), first_line(error), expected, remedy)
+        raise UserError(problem) from error
     if finished_rows(task) != rows:
         task.target.unlink()
         message = f"{task.target} has not the {rows} rows that were written"
@@ -99,17 +104,6 @@ def _readable(path: Path) -> AbstractContextManager[None]:
 def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     with _readable(path):  # while they are read, not while they are written
         yield from batches
-
-
-@contextmanager
-def _representable(source: Path) -> Iterator[None]:
-    """Raise UserError for types that parquet lacks. An OSError passes: the target's disk failed."""
-    try:
-        yield
-    except pa.ArrowException as error:
-        reason = first_line(error)
-        expected = "columns of types that parquet has"
-        raise UserError(Problem(str(source), reason, expected, "leave the column out")) from error
 
 
 def finished_rows(task: Rewrite) -> int | None:
@@ -172,7 +166,8 @@ def _open(path: Path, text_column: str) -> Tables:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB)
             return file.schema_arrow, file.iter_batches(BATCH_ROWS, use_threads=False)
         case "arrow":
-            return _arrow(path)
+            record_batches = map_arrow(str(path))
+            return record_batches[0].schema, iter(record_batches)
         case "csv" if not empty:
             return _csv(path, compression)
         case "jsonl" if not empty:
@@ -184,19 +179,6 @@ def _open(path: Path, text_column: str) -> Tables:
         pa.record_batch([pa.array(line.removesuffix("\n") for _, line in lines)], schema=schema)
         for lines in batches
     )
-
-
-def _arrow(path: Path) -> Tables:
-    """Open an arrow file of either form: with a footer, or as a stream (as `datasets` writes)."""
-    opened = pa.memory_map(str(path))
-    try:
-        file = pa.ipc.open_file(opened)
-        found = (file.get_batch(index) for index in range(file.num_record_batches))
-        return file.schema, found
-    except pa.ArrowInvalid:
-        opened.seek(0)
-        stream = pa.ipc.open_stream(opened)
-        return stream.schema, iter(stream)
 
 
 def _csv(path: Path, compression: str | None) -> Tables:
@@ -237,8 +219,8 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
             # A type for the values of a key that also has those of the type `known`.
             known = types.get(name, pa.null())
             values = [row.get(name) for _, row in rows]
-            found = _unify(known, values)
-            if found is None:
+            both = _unify(known, values)
+            if both is None:
                 n = bisect(
                     range(len(values)), 0, key=lambda n: _unify(known, values[: n + 1]) is None
                 )
@@ -249,7 +231,7 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
                 where = f"{path}, line {rows[n][0]}, key {name}"
                 remedy = "give the key values of one type, strings for example, or leave it out"
                 raise UserError(Problem(where, clip(json.dumps(values[n]), 60), expected, remedy))
-            types[name] = found
+            types[name] = both
     nulls = {name: pa.string() for name, kind in types.items() if pa.types.is_null(kind)}
     schema = pa.schema(types | nulls)  # `datasets` cannot read a column of type null
     return schema, (

@@ -102,16 +102,18 @@ class Stream(Iterator[Batch]):
         self._blocks_per_step = blocks_per_step
         self._stop = stop
         self._g = blocks.next_block + blocks.rank
-        self._running = _lanes_of(self._g, blocks.world_size, blocks.manifest.lanes)
+        # The lanes that blocks g, g + W, g + 2W … are in.
+        step = gcd(blocks.world_size, blocks.manifest.lanes)
+        self._running = set(range(self._g % step, blocks.manifest.lanes, step))
         self._items: Iterator[Block | Failed] | None = blocks.virtual(0, 1)
         if workers:
-            own = blocks_per_step // blocks.world_size
-            size = item_blocks(blocks.manifest, own, workers)
+            share = blocks_per_step // blocks.world_size
+            size = item_blocks(blocks.manifest, share, workers)
             self._items = Workers(
                 [partial(blocks.virtual, worker, workers) for worker in range(workers)],
                 blocks.asked,
                 size,
-                prefetch_factor(blocks.manifest, own, workers, size),
+                prefetch_factor(blocks.manifest, share, workers, size),
                 TIMEOUT_SHARE * blocks.reading.timeout_seconds,
             )
 
@@ -127,7 +129,10 @@ class Stream(Iterator[Batch]):
         self._next_block += self._blocks_per_step
         numbered: list[tuple[int, Block]] = []
         while self._g < self._next_block:
-            block = self._take()
+            assert self._items is not None, "the stream is closed"
+            block = next(self._items)
+            if isinstance(block, Exception):
+                raise block
             if block.source < 0:
                 self._running.discard(self._g % self._manifest.lanes)
             numbered.append((self._g, block))
@@ -152,13 +157,6 @@ class Stream(Iterator[Batch]):
             items.close()
         else:
             self._stop.set()
-
-    def _take(self) -> Block:
-        assert self._items is not None, "the stream is closed"
-        item = next(self._items)
-        if isinstance(item, Exception):
-            raise item
-        return item
 
 
 def open_stream(
@@ -210,12 +208,6 @@ def discard_factor(world_size: int, workers: int, lanes: int) -> int:
     """Return how many blocks are made for each one used: 1 if ranks × workers divides the lanes."""
     processes = world_size * max(1, workers)
     return processes // gcd(processes, lanes)
-
-
-def _lanes_of(g: int, world_size: int, lanes: int) -> set[int]:
-    """Return the lanes that blocks g, g + W, g + 2W … are in."""
-    step = gcd(world_size, lanes)
-    return set(range(g % step, lanes, step))
 
 
 def item_blocks(manifest: DataManifest, blocks_per_step: int, workers: int) -> int:

@@ -30,7 +30,7 @@ from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts, load
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.sources.hub import resolve
-from llmtrain.data.sources.local import bounded, edges_digest, file_format, labels
+from llmtrain.data.sources.local import bounded, edges_digest, labels
 from llmtrain.data.token_cache.source import check_tokenizer
 from llmtrain.data.tokens.encode import DocumentEncoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
@@ -128,8 +128,7 @@ def survey(
     # Those of the evaluation are looked at too, to report all problems at once.
     both = [*named, *_own_evaluation(settings.evaluation)]
     drafts = _each(lambda one: _draft(*one, reader), both)
-    _warn_of_shared_files([source for source, _ in drafts])
-    _tell_of_text_files([source for source, _ in drafts])
+    _tell_of_files([source for source, _ in drafts])
     has_chat = any(source.form is not None for source, _ in drafts)
     drafts = drafts[: len(named)]
     raise_any(unfit_packing(data, has_chat))
@@ -158,12 +157,12 @@ def _lanes(
     """Return the number of lanes for `data.lanes: auto`."""
     chat = [source.form is not None for source, _ in drafts]
     ends = all(max_epochs(source, settings.epochs) is not None for source, _ in drafts)
-    found = [(source, part.unit) for source, parts in drafts for part in parts]
-    by_default = default_lanes(processes, len(found))
+    parts = [(source, part.unit) for source, parts in drafts for part in parts]
+    by_default = default_lanes(processes, len(parts))
     if not all(chat) and not (any(chat) and ends):
         return by_default
-    units = sum(1 if unit.group < 0 else unit.stop - unit.start for _, unit in found)
-    nbytes = sum(file_parts.text_size(source, unit, reader) for source, unit in found)
+    units = sum(1 if unit.group < 0 else unit.stop - unit.start for _, unit in parts)
+    nbytes = sum(file_parts.text_size(source, unit, reader) for source, unit in parts)
     few = default_chat_lanes(processes, units, nbytes / (BYTES_A_TOKEN * settings.data.seq_len))
     return few if all(chat) or few == 1 else by_default
 
@@ -277,8 +276,8 @@ def check(manifest: DataManifest, settings: DataSettings, encoder: DocumentEncod
     Local files are compared by size and by their first and last 64 KiB; files of the Hub by etag,
     when they are read. Raises UserError that lists all that differs.
     """
-    found = changes(manifest.made_with, values_now(manifest.made_with, settings))
-    problems = refusals(found, settings.accepted, "as when the run began")
+    changed = changes(manifest.made_with, values_now(manifest.made_with, settings))
+    problems = refusals(changed, settings.accepted, "as when the run began")
     problems += [*differing_tokenizer(manifest, encoder), *changed_files(manifest)]
     raise_any(problems)
 
@@ -296,9 +295,25 @@ def changed_files(manifest: DataManifest) -> list[Problem]:
     """Return a problem for each local file that is gone or changed, with its source's key."""
     problems: list[Problem] = []
     for i, source in enumerate(manifest.sources):
-        if not source.remote:
-            key = f"data.sources.{i}.path"
-            problems += bounded(_changed_files(source, key), key)
+        if source.remote:
+            continue
+        changed, key = [], f"data.sources.{i}.path"
+        used = {unit.file for unit in source.units}  # without empty files and those left out
+        for index, file in enumerate(source.files):
+            path = Path(source.where(index))
+            if index not in used and not source.cached:
+                continue
+            if not path.is_file():
+                expected = "a file of this name, as when the run began"
+            elif path.stat().st_size != file.size:
+                expected = f"{file.size} bytes, as when the run began; it has {path.stat().st_size}"
+            elif edges_digest(path) != file.etag:
+                expected = "the content that the run began with; it has changed"
+            else:
+                continue
+            remedy = f"bring the old data back, or {way_out(key)}"
+            changed.append(Problem(key, str(path), expected, remedy))
+        problems += bounded(changed, key)
     return problems
 
 
@@ -332,8 +347,11 @@ def packing_of(data: DataConfig, *, chat: bool, apart: bool) -> tuple[PackingNam
     return packing, packing != "concat" if asked == "auto" else asked
 
 
-def _warn_of_shared_files(sources: Sequence[Source]) -> None:
-    """Warn of files in two sources: what one holds out, the other may train on."""
+def _tell_of_files(sources: Sequence[Source]) -> None:
+    """Warn of files in two sources: what one holds out, the other may train on.
+
+    Log for each source with text files that a line is a document, not the whole file.
+    """
     first: dict[tuple[int, str], str] = {}
     for source in sources:
         for index, file in enumerate(source.files):
@@ -344,14 +362,8 @@ def _warn_of_shared_files(sources: Sequence[Source]) -> None:
                     "trained on through the other",
                     *map(harmless, (source.where(index), source.label, other)),
                 )
-
-
-def _tell_of_text_files(sources: Sequence[Source]) -> None:
-    """Log for each source with text files that a line is a document, not the whole file."""
-    for source in sources:
-        formats = [file_format(file.name) for file in source.files]
-        whole = source.whole_files
-        if not whole and any(format_ and format_.kind == "text" for format_ in formats):
+        kinds = {source.format(file).kind for file in range(len(source.files))}
+        if "text" in kinds and not source.whole_files:
             _log.info(
                 "%s: each line of a text file is a document of its own "
                 "(in .jsonl, one document may have several lines)",
@@ -415,8 +427,8 @@ def _draft(
 
 
 def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
-    found = heldout.split(source, k, fraction, seed, reader)
-    if not heldout.has_training_document(found, seed, reader):
+    source = heldout.split(source, k, fraction, seed, reader)
+    if not heldout.has_training_document(source, seed, reader):
         expected = "at least one document that is not empty and not held out"
         problem = Problem(
             f"data.sources.{k}.path",
@@ -425,7 +437,7 @@ def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -
             "add documents, or lower data.heldout",
         )
         raise UserError(problem)
-    return found
+    return source
 
 
 def _facts(tokenizer: Tokenizer) -> TokenizerFacts:
@@ -443,23 +455,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "(not installed)"
-
-
-def _changed_files(source: Source, key: str) -> list[Problem]:
-    problems = []
-    remedy = f"bring the old data back, or {way_out(key)}"
-    used = {unit.file for unit in source.units}  # without empty files and those left out
-    for index, file in enumerate(source.files):
-        path = Path(source.where(index))
-        if index not in used and not source.cached:
-            continue
-        if not path.is_file():
-            expected = "a file of this name, as when the run began"
-        elif path.stat().st_size != file.size:
-            expected = f"{file.size} bytes, as when the run began; it has {path.stat().st_size}"
-        elif edges_digest(path) != file.etag:
-            expected = "the content that the run began with; it has changed"
-        else:
-            continue
-        problems.append(Problem(key, str(path), expected, remedy))
-    return problems

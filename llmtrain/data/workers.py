@@ -178,7 +178,10 @@ class Workers(Iterator[Block | Failed]):
             for worker, make in enumerate(makes):
                 (pipe, theirs), (requests, asks) = (context.Pipe(duplex=False) for _ in "12")
                 with theirs, requests:
-                    _widen(theirs)
+                    if sys.platform == "linux":
+                        # Room for a whole item, so that neither reader nor writer has to wait.
+                        with suppress(OSError):  # over this user's limit: it is only slower
+                            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
                     arguments = (make, worker, size, requests, theirs)
                     process = context.Process(target=work, args=arguments, daemon=True)
                     process.start()
@@ -198,7 +201,11 @@ class Workers(Iterator[Block | Failed]):
             try:
                 held.extend(pipe.recv())
             except (EOFError, OSError) as error:  # an OSError within a message
-                raise self._death() from error
+                process, remedy = self.processes[self._turn], CONTINUES
+                process.join(self.timeout_seconds)  # its pipe has ended, so it has, or is about to
+                if process.exitcode == -signal.SIGKILL:
+                    remedy += "; if the machine was short of memory, with a smaller data.workers"
+                raise self._failure(_end(process.exitcode), remedy) from error
             self._ask(self._turn)
         self._turn = (self._turn + 1) % len(self._held)
         return held.popleft()
@@ -217,14 +224,6 @@ class Workers(Iterator[Block | Failed]):
         with suppress(OSError):  # it died, which its own pipe will tell
             self._asks[worker].send_bytes(b"1")
 
-    def _death(self) -> RunError:
-        process = self.processes[self._turn]
-        process.join(self.timeout_seconds)  # its pipe has ended, so it has, or is about to
-        remedy = CONTINUES
-        if process.exitcode == -signal.SIGKILL:
-            remedy += "; if the machine was short of memory, with a smaller data.workers"
-        return self._failure(_end(process.exitcode), remedy)
-
     def _failure(self, what: str, remedy: str) -> RunError:
         worker = self._turn
         pid, unit = self.processes[worker].pid, self._asked.read(worker)
@@ -239,10 +238,3 @@ def _end(exit_code: int | None) -> str:
     name = known.get(-exit_code, str(-exit_code))
     reason = ", as by the kernel when memory runs out" if exit_code == -signal.SIGKILL else ""
     return f"was killed by signal {name}{reason}"
-
-
-def _widen(pipe: Connection) -> None:
-    """Enlarge the pipe for a whole item, so that neither reader nor writer has to wait."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # over this user's limit: it is only slower
-            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -37,7 +37,6 @@ from llmtrain.data.file_parts import text_size
 from llmtrain.data.lanes import Lanes
 from llmtrain.data.manifest import DataManifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
-from llmtrain.data.sources.local import file_format
 from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
@@ -127,7 +126,7 @@ def count_documents(
     counter = _Counter(manifest, k, encoder, reader)
     formats = defaultdict(list)
     for u, unit in enumerate(source.units):
-        formats[file_format(source.files[unit.file].name)].append(u)
+        formats[source.format(unit.file)].append(u)
     each = limit and -(-limit // len(formats))
     parts = [counter.count(units, each) for units in formats.values()]
     exact = all(part[0] for part in parts)
@@ -166,7 +165,7 @@ def epoch(
     for k, source in enumerate(manifest.sources):
         if source.cached:
             stream = token_cache.training_stream(source, manifest.seed)
-            own: tuple[float, float] = stream.num_documents, stream.tokens
+            amount: tuple[float, float] = stream.num_documents, stream.tokens
         else:
             chat = state is not None and source.form is not None
             most = COUNTED_CHAT_BYTES if chat else COUNTED_BYTES
@@ -174,18 +173,18 @@ def epoch(
             one = one or count_documents(manifest, k, encoder, reader, None)
             if not one.exact and one.training.bytes <= most:
                 one = count_documents(manifest, k, encoder, reader, 0)
-            own, exact = (one.training.documents, one.training.tokens), exact and one.exact
-        documents, tokens = documents + own[0], tokens + own[1]
-        blocks += own[1] * _Counter(manifest, k, encoder, reader).blocks_a_token()
+            amount, exact = one.training[::2], exact and one.exact
+        documents, tokens = documents + amount[0], tokens + amount[1]
+        blocks += amount[1] * _Counter(manifest, k, encoder, reader).blocks_a_token()
     whole = math.ceil(round(blocks, 6))  # 700 · (1 / 100) is a little more than 7
-    found = Epoch(round(documents), round(tokens), max(1, whole), exact)
+    estimate = Epoch(round(documents), round(tokens), max(1, whole), exact)
     passes = [one.max_epochs for one in manifest.sources if one.max_epochs is not None]
     if state is None or not exact or len(passes) < len(manifest.sources):
-        return found
+        return estimate
     if not any(one.form is not None for one in manifest.sources):
-        return found
+        return estimate
     first, until_end, trained = _extent(manifest, encoder, reader, state)
-    return replace(found, until_end=until_end, passes=max(passes), first=first, trained=trained)
+    return replace(estimate, until_end=until_end, passes=max(passes), first=first, trained=trained)
 
 
 class _Document(NamedTuple):
@@ -317,11 +316,16 @@ class _Counter:
         wanted = PACKED_WINDOWS * window_tokens(manifest.seq_len)
         packed: list[Document] = []
         tokens = 0
-        for one in self._repeat():
-            packed.append(Document(0, 0, len(packed), one.ids, Counter(), one.cuts))
-            tokens += len(one.ids)
-            if tokens >= wanted:
-                break
+        # The training documents, again and again: one pass may not fill a window.
+        units = cycle(sorted(range(len(self.source.units)), key=partial(self._key, 9)))
+        while tokens < wanted:
+            documents, *_ = self._documents(next(units))
+            # What is held out of a token cache is as long as the rest.
+            some = [one for one in documents if self.source.cached or not one.held]
+            for _, _, one in self._encode(some):
+                if len(one.ids) and tokens < wanted:
+                    packed.append(Document(0, 0, len(packed), one.ids, Counter(), one.cuts))
+                    tokens += len(one.ids)
         end = Document(0, 0, len(packed), NO_IDS, Counter())
         blocks = open_packing(
             manifest.packing,
@@ -332,13 +336,6 @@ class _Counter:
             order=(manifest.seed, 4, self.k, 0),
         )
         return sum(1 for _ in blocks) / tokens
-
-    def _repeat(self) -> Iterator[Encoded]:
-        """Yield the training documents, again and again: one pass may not fill a window."""
-        cached = self.source.cached  # what is held out of one is as long as the rest
-        for u in cycle(sorted(range(len(self.source.units)), key=partial(self._key, 9))):
-            some = [one for one in self._documents(u)[0] if cached or not one.held]
-            yield from (one for _, _, one in self._encode(some) if len(one.ids))
 
     def _key(self, purpose: int, u: int) -> int:
         return mix(self.manifest.seed, purpose, self.k, u)
@@ -355,8 +352,8 @@ class _Counter:
         for u in units:
             unit = source.units[u]
             alone = unit.group < 0 or source.cached
-            kind = file_format(source.files[unit.file].name)
-            if not alone and kind is not None and kind[0] != "arrow":
+            kind = source.format(unit.file).kind
+            if not alone and kind != "arrow":
                 alone = reader.units.groups(source, unit.file)[unit.group][1] > GROUP_LIMIT
             together.setdefault((*unit[:2], unit.start if alone else -1), []).append(u)
         for members in together.values():

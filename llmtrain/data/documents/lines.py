@@ -34,7 +34,6 @@ from llmtrain.data.documents.skipped import UnreadableError
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.remote.cache import KEPT_BYTES
 from llmtrain.data.remote.fetch import HubFile, web_url
-from llmtrain.data.sources.local import file_format
 from llmtrain.errors import Problem
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -264,14 +263,14 @@ def unit_spans(source: Source, unit: Unit, footer: pq.FileMetaData | None) -> li
     if footer is not None:
         return column_spans(footer.row_group(unit.group), columns_of(source))
     known = source.files[unit.file]
-    if (file_format(known.name) or ("", None))[1] is not None:
+    if source.format(unit.file).compression is not None:
         return [(0, known.size)]
     return [(unit.start, unit.stop) if has_whole_rows(source, unit) else reach(unit, known.size)]
 
 
 def has_whole_rows(source: Source, unit: Unit) -> bool:
     """Return whether the bytes of a unit begin and end with a row, not anywhere in a line."""
-    kind = (file_format(source.files[unit.file].name) or ("",))[0]
+    kind = source.format(unit.file).kind
     return unit.group == ELEMENTS or kind == "csv" or source.whole_files
 
 

@@ -31,7 +31,7 @@ from llmtrain.data.documents.rows import Rows, as_array
 from llmtrain.data.documents.units import Units, place_of
 from llmtrain.data.manifest import DataManifest, Source, Unit
 from llmtrain.data.remote.fetch import Stopping
-from llmtrain.data.sources.local import TABLES, file_format
+from llmtrain.data.sources.local import TABLES
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
@@ -177,7 +177,7 @@ class Reader:
         """Return the first lines of a file of rows, of CSV its header with empty cells."""
         unit = Unit(file, -1, 0, min(1, source.files[file].size))
         with skipped.readable(place_of(source, unit)):
-            if (file_format(source.files[file].name) or ("",))[0] == "csv":
+            if source.format(file).kind == "csv":
                 names = self.units.header(source, file)
                 return [(0, json.dumps(dict.fromkeys(names)).encode())] if names else []
             if self.units.is_array(source, file):
@@ -227,7 +227,7 @@ class Reader:
         if source.remote:
             return f"byte {position}"
         where = source.where(file)
-        compression = (file_format(source.files[file].name) or ("", None))[1]
+        compression = source.format(file).compression
         with self.units.open(source, file) as opened:
             return f"line {line_number(opened, compression, where, position)}"
 
@@ -298,7 +298,7 @@ def place_of_row(source: Source, u: int, row: int, reader: Reader) -> str:
 
 def rows_of(reader: Reader, source: Source, unit: Unit) -> Sequence[RowPlace]:
     """Return the rows of a unit in file order, with the columns that describe a document."""
-    kind = (file_format(source.files[unit.file].name) or ("",))[0]
+    kind = source.format(unit.file).kind
     if kind in TABLES:
         return _rows_of_group(reader, source, unit)
     if kind == "text":

@@ -45,7 +45,6 @@ from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.remote.cache import Cache, Range, Ranges, cache_root, load_footer
 from llmtrain.data.remote.fetch import PIECE_BYTES, RangeFile, Remote, Stopping
-from llmtrain.data.sources.local import file_format
 from llmtrain.errors import Problem, UserError
 
 GROUP_LIMIT = 64 * MIB  # the largest row group that is decoded at once
@@ -95,7 +94,7 @@ class Units:
         with readable(place_of(source, unit)):
             if unit.group < 0:
                 return self._rows_kept(source, unit, left_out)
-            if _kind(source, unit.file) == "arrow":
+            if source.format(unit.file).kind == "arrow":
                 batches = self.batches(source, unit.file)
                 if unit.group >= len(batches) or unit.stop > len(batches[unit.group]):
                     raise UserError(_fewer_rows(source, unit))
@@ -121,43 +120,41 @@ class Units:
         where = source.where(file)
         footer = self._footers.get(where)
         if footer is None:
-            footer = self._footers[where] = self._read_footer(source, file)
+            if source.remote:
+                etag = source.files[file].etag
+                footer = load_footer(
+                    self._run_dir, etag, lambda: pq.read_metadata(self.open(source, file))
+                )
+            else:
+                footer = pq.read_metadata(where)
+            self._footers[where] = footer
             if len(self._footers) > OPEN_FOOTERS:
                 self._footers.popitem(last=False)
         return footer
 
     def schema(self, source: Source, file: int) -> pa.Schema:
         """Return the columns of a table, and their types."""
-        if _kind(source, file) == "arrow":
+        if source.format(file).kind == "arrow":
             return self.batches(source, file)[0].schema
         return self.footer(source, file).schema.to_arrow_schema()
 
     def groups(self, source: Source, file: int) -> list[tuple[int, int]]:
         """Return rows and decoded bytes of each group of rows of a table."""
-        if _kind(source, file) == "arrow":
+        if source.format(file).kind == "arrow":
             return [(len(one), one.nbytes) for one in self.batches(source, file)]
         footer = self.footer(source, file)
-        found = (footer.row_group(group) for group in range(footer.num_row_groups))
-        return [(one.num_rows, one.total_byte_size) for one in found]
+        groups = (footer.row_group(group) for group in range(footer.num_row_groups))
+        return [(one.num_rows, one.total_byte_size) for one in groups]
 
     def batches(self, source: Source, file: int) -> list[pa.RecordBatch]:
-        """Return the record batches of an Arrow file; they are mapped, and take no memory.
-
-        There is at least one: a file without rows gives an empty one.
-        """
+        """Return the record batches of an Arrow file, as `map_arrow` does."""
         where = source.where(file)
-        found = self._mapped.get(where)
-        if found is None:
-            found = self._mapped[where] = _map(where)
+        batches = self._mapped.get(where)
+        if batches is None:
+            batches = self._mapped[where] = map_arrow(where)
             if len(self._mapped) > OPEN_FOOTERS:
                 self._mapped.popitem(last=False)
-        return found
-
-    def _read_footer(self, source: Source, file: int) -> pq.FileMetaData:
-        if not source.remote:
-            return pq.read_metadata(source.where(file))
-        etag = source.files[file].etag
-        return load_footer(self._run_dir, etag, lambda: pq.read_metadata(self.open(source, file)))
+        return batches
 
     def expect(self, source: Source, unit: Unit) -> None:
         """Begin to read a remote unit that will be asked for soon."""
@@ -197,7 +194,7 @@ class Units:
         file that is one document.
         """
         known, where = source.files[unit.file], source.where(unit.file)
-        kind, compression = file_format(known.name) or ("", None)
+        kind, compression = source.format(unit.file)
         with self.open(source, unit.file) as file:
             if isinstance(file, RangeFile):
                 file.hold(self._spans(source, unit))
@@ -237,7 +234,7 @@ class Units:
         """Return the names of the columns of a CSV file."""
         where, name = source.where(file), source.files[file].name
         if where not in self._headers:
-            compression = (file_format(name) or ("", None))[1]
+            compression = source.format(file).compression
             with self.open(source, file) as opened:
                 content = (
                     io.BytesIO(decompress(opened, compression, where)) if compression else None
@@ -248,7 +245,7 @@ class Units:
     def is_array(self, source: Source, file: int) -> bool:
         """Return whether a JSON file is one array, not an object on each line."""
         name, size = source.files[file].name, source.files[file].size
-        kind, compression = file_format(name) or ("", None)
+        kind, compression = source.format(file)
         if kind != "jsonl" or (source.remote and ".jsonl" in name.lower()):  # it costs a request
             return False
         with self.open(source, file) as opened:
@@ -258,8 +255,7 @@ class Units:
 
     def first_element(self, source: Source, file: int) -> list[tuple[int, bytes]]:
         """Return the first element of a JSON array as (position, element); [] if it has none."""
-        where, name = source.where(file), source.files[file].name
-        compression = (file_format(name) or ("", None))[1]
+        where, compression = source.where(file), source.format(file).compression
         with self.open(source, file) as opened:
             content = pa.input_stream(opened, compression) if compression else opened
             return list(islice(array_elements(content.read, where), 1))
@@ -271,7 +267,7 @@ class Units:
         """
         where, name = source.where(file), source.files[file].name
         with self.open(source, file) as opened:
-            if _kind(source, file) != "csv":
+            if source.format(file).kind != "csv":
                 for position, element in array_elements(opened.read, where):
                     yield position, position + len(element)
                 return
@@ -346,7 +342,7 @@ class Units:
 
     def _range(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
         lines = self.lines(source, unit)
-        if (file_format(source.files[unit.file].name) or ("",))[0] == "text":
+        if source.format(unit.file).kind == "text":
             return Rows(as_array(line for _, line in lines), None)
         texts: list[bytes | None] = []
         ids: list[bytes | None] = []
@@ -372,12 +368,11 @@ def _by_line(file: io.RawIOBase | io.BufferedReader) -> io.BufferedReader:
     return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, MIB)
 
 
-def _kind(source: Source, file: int) -> str:
-    return (file_format(source.files[file].name) or ("",))[0]
+def map_arrow(where: str) -> list[pa.RecordBatch]:
+    """Return the record batches of an Arrow file: with a footer, or a stream as of `datasets`.
 
-
-def _map(where: str) -> list[pa.RecordBatch]:
-    """Return the record batches of an Arrow file: with a footer, or a stream as of `datasets`."""
+    They are mapped, and take no memory. A file without rows gives an empty one.
+    """
     mapped = pa.memory_map(where)
     try:
         file = pa.ipc.open_file(mapped)
