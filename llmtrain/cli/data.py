@@ -50,7 +50,10 @@ def inspection(found: Inspection) -> Iterator[str]:
         yield f"note      {first}"
         yield from (f"          {line}" for line in rest)
     if found.sequences is not None:
-        yield from _conversations(found)
+        each = f"{found.rewriting:.2f} tokens for each of whole conversations"
+        yield f"chat      {found.sequences:,} sequences, {each}, {found.straddles:,} cut in two"
+        for why, rows in (found.rejected or {}).items():
+            yield f"          {rows:,} rows rejected: {why}"
     for source in found.sources:
         yield ""
         yield from _source(source)
@@ -66,13 +69,6 @@ def inspection(found: Inspection) -> Iterator[str]:
     for block in found.blocks:
         yield ""
         yield from _block(block)
-
-
-def _conversations(found: Inspection) -> Iterator[str]:
-    rewriting = f"{found.rewriting:.2f} tokens for each of whole conversations"
-    yield f"chat      {found.sequences:,} sequences, {rewriting}, {found.straddles:,} cut in two"
-    for why, count in (found.rejected or {}).items():
-        yield f"          {count:,} rows rejected: {why}"
 
 
 def _mark(name: str, of: Inspection | SourceFacts) -> str:

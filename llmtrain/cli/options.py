@@ -42,12 +42,8 @@ class _Completes:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # typer's class has it
         if ctx.resilient_parsing:  # nothing is run: the shell wants a completion
             for one in params:
-                one.process_value = _as_it_is
+                one.process_value = lambda ctx, value: value
         return params
-
-
-def _as_it_is(ctx: object, value: object) -> Any:
-    return value
 
 
 class Command(_Completes, TyperCommand):

@@ -14,7 +14,6 @@ from llmtrain.errors import UserError
 from llmtrain.text import duration, short, size, wrap
 
 if TYPE_CHECKING:
-    from llmtrain.distributed.plan.memory import Layout
     from llmtrain.distributed.plan.strategy import PlannedLayout
     from llmtrain.tools.plan import Plan
 
@@ -150,19 +149,16 @@ def _outcome(found: Plan) -> Iterator[str]:
         for one in found.suggestions:
             yield from _label("try", one)
         return
-    yield from _label("keys", _keys(chosen.layout))
+    layout = chosen.layout  # its values are what `auto` stands for, as overrides to copy
+    micro, recompute = layout.micro_batch_size, layout.activation_checkpointing
+    keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
+    last = " distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else ""
+    yield from _label("keys", keys + last)
     host, there = chosen.memory.host_bytes, found.hardware.host_bytes
     known = "" if there is None else f", of {size(there)}"
     yield from _label("host", f"{size(host)} of memory on each node{known}")
     for one in found.suggestions:
         yield from _label("or", f"without offload: {one}")
-
-
-def _keys(layout: Layout) -> str:
-    """Return the values that `auto` stands for, as overrides to copy."""
-    micro, recompute = layout.micro_batch_size, layout.activation_checkpointing
-    keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
-    return keys + (" distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else "")
 
 
 def _speeds(found: Plan) -> Iterator[str]:

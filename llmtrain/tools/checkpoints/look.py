@@ -139,7 +139,10 @@ def look(path: Path) -> Listing:
     Raises UserError if the path is anything else, RunError 74 if the disk cannot be read.
     """
     place = place_of(path)
-    found = listing(place, _known_policy(place.run_dir))
+    policy = None
+    with suppress(UserError):  # a config that does not load
+        policy = policy_of(place.run_dir) if place.run_dir else None
+    found = listing(place, policy)
     if place.only is None:
         return found
     return replace(found, rows=tuple(row for row in found.rows if row.name == place.only))
@@ -194,12 +197,6 @@ def policy_of(run_dir: Path) -> CheckpointConfig:
     return load_config(run_dir / contents.CONFIG).checkpoint
 
 
-def _known_policy(run_dir: Path | None) -> CheckpointConfig | None:
-    with suppress(UserError):
-        return policy_of(run_dir) if run_dir else None
-    return None
-
-
 def listing(place: CheckpointPath, policy: CheckpointConfig | None) -> Listing:
     """Return all rows; those of the run's own checkpoints with the reasons to keep them."""
     try:
@@ -228,7 +225,9 @@ def _row(path: Path, run_id: str | None) -> CheckpointRow | None:
     size, loss, last_loss, wrong = _bytes(path), None, None, None
     if kind == COMPLETE or (kind not in LEFT_OVER and (path / form.MANIFEST).exists()):
         wrong, of = _whole(path)
-        wrong = _why_quarantined(path) if kind == "damaged" and not wrong else wrong
+        why = path / candidates.WHY  # sizes do not show everything that a start noted
+        if kind == "damaged" and not wrong and why.is_file():
+            wrong = tuple(why.read_text("utf-8", errors="replace").splitlines())
         loss, last_loss = _losses(path)
         if kind == COMPLETE and candidates.is_foreign(path, run_id):
             kind = FOREIGN
@@ -253,12 +252,6 @@ def _whole(path: Path) -> tuple[tuple[str, ...], str | None]:
         except (form.DamagedError, FileNotFoundError) as error:
             wrong.append(str(error))
     return tuple(wrong), manifest.run_id
-
-
-def _why_quarantined(path: Path) -> tuple[str, ...]:
-    """Return why a start quarantined it, if that was noted: sizes do not show everything."""
-    why = path / candidates.WHY
-    return tuple(why.read_text("utf-8", errors="replace").splitlines()) if why.is_file() else ()
 
 
 def _losses(path: Path) -> tuple[float | None, float | None]:

@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -175,7 +175,12 @@ def compare(straight: Path, killed: Path) -> Compared:
     if (one.strategy, one.world_size) == (other.strategy, other.world_size):
         left, right = _last(straight), _last(killed)
         files = tuple(_tensors(left))
-        differences += _other_bytes(left, right)
+        if left.name != right.name:
+            differences.append(f"the last checkpoints are {left.name} and {right.name}")
+        names = sorted({*files, *_tensors(right)})
+        _, unequal, in_one = filecmp.cmpfiles(left, right, names, shallow=False)
+        differences += [f"{name} is in one of the checkpoints {left.name}" for name in in_one]
+        differences += [f"{name} of {left.name} has other bytes" for name in unequal]
     return Compared(
         straight=one,
         resumed=other,
@@ -337,16 +342,6 @@ def _last(run_dir: Path) -> Path:
 def _tensors(checkpoint: Path) -> list[str]:
     """Return the names of the weight and optimizer files."""
     return sorted(path.name for path in checkpoint.glob(f"*{form.TENSORS}"))
-
-
-def _other_bytes(left: Path, right: Path) -> Iterator[str]:
-    """Yield how the weight and optimizer files of two checkpoints differ."""
-    if left.name != right.name:
-        yield f"the last checkpoints are {left.name} and {right.name}"
-    names = sorted({*_tensors(left), *_tensors(right)})
-    _, other, in_one = filecmp.cmpfiles(left, right, names, shallow=False)
-    yield from (f"{name} is in one of the checkpoints {left.name}" for name in in_one)
-    yield from (f"{name} of {left.name} has other bytes" for name in other)
 
 
 def _some(steps: Iterable[int]) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
-from llmtrain.data.audit.count import Counted, Epoch, count_documents, epoch
+from llmtrain.data.audit.count import Counted, count_documents, epoch
 from llmtrain.data.audit.first_rows import count_unread
 from llmtrain.data.audit.ledger import LaneDocument, document_of, is_whole, replay
 from llmtrain.data.batches import batch_of
@@ -182,7 +182,15 @@ def _inspection(
     state = DataState.fresh(manifest) if counted and config.training.epochs is not None else None
     once = epoch(manifest, encoder, reading, found, state)
     packed = _pack(manifest, encoder, reader, blocks, once.blocks)
-    read = _blocks_of_run(config, once) * manifest.seq_len * (1 - packed["padding"])
+    training = config.training
+    blocks_of_run = (training.epochs or 0) * once.blocks
+    if training.steps is not None:
+        blocks_of_run = training.steps * training.global_batch_size
+    read = blocks_of_run * manifest.seq_len * (1 - packed["padding"])
+    estimated = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
+    # A run counts its conversations up to where its last lane ends, which takes too long here.
+    estimated += [] if once.exact and manifest.chat is None else ["steps_per_epoch"]
+    estimated += [] if manifest.always_full else ["padding"]
     return Inspection(
         sources=tuple(
             _facts(
@@ -202,7 +210,7 @@ def _inspection(
         / max(1, sum(one.all.bytes for one in found)),
         steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
         lengths=_buckets(found),
-        estimated=_estimates(manifest, found, once),
+        estimated=(*estimated, "documents_cut"),
         few_steps=few_steps(config.training, asdict(once), manifest),
         **_chat(found),
         **packed,
@@ -223,22 +231,6 @@ def _chat(found: Sequence[Counted]) -> JsonObject:
         "rejected": reasons,
         "rewriting": counts["ids"] / max(1, counts["longest_ids"]),
     }
-
-
-def _blocks_of_run(config: Config, once: Epoch) -> float:
-    training = config.training
-    if training.steps is not None:
-        return training.steps * training.global_batch_size
-    assert training.epochs is not None
-    return training.epochs * once.blocks
-
-
-def _estimates(manifest: DataManifest, found: Sequence[Counted], once: Epoch) -> tuple[str, ...]:
-    names = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
-    # A run counts its conversations up to where its last lane ends, which takes too long here.
-    names += [] if once.exact and manifest.chat is None else ["steps_per_epoch"]
-    names += [] if manifest.always_full else ["padding"]
-    return (*names, "documents_cut")
 
 
 def _pack(

@@ -143,7 +143,8 @@ def which(
     manifest = replace(manifest, sources=weighted)
     with scratch_copy(run_dir) as directory:
         encoder = open_encoder(directory / contents.TOKENIZER, manifest)
-        _check_data(manifest, encoder)
+        changed = map(_with_way_out, changed_files(manifest))
+        raise_any([*differing_tokenizer(manifest, encoder), *changed])
         reader = Reader(reading_of(data_settings(config), directory))
         digests, numbered = _replay(manifest, encoder, reader, state, start, step)
         checked_at = _check_digest(start, digests)
@@ -241,12 +242,6 @@ def _standing(noted: Sequence[JsonObject], record: Sequence[JsonMapping]) -> lis
     return standing
 
 
-def _check_data(manifest: DataManifest, encoder: DocumentEncoder) -> None:
-    problems = differing_tokenizer(manifest, encoder)
-    problems += map(_with_way_out, changed_files(manifest))
-    raise_any(problems)
-
-
 def _replay(
     manifest: DataManifest,
     encoder: DocumentEncoder,
@@ -262,7 +257,9 @@ def _replay(
     size = start.blocks_per_step
     digests: dict[int, int] = {}
     kept: list[tuple[int, Block]] = []
-    wanted = {step, _checking(start, step)}
+    # The first step from this one on with a logged digest, unless it is too far away.
+    checked = min((number for number in start.digests if number >= step), default=step)
+    wanted = {step, checked if (checked - step) * size <= MAX_BLOCKS_TO_CHECK else step}
     first, stop = (step - 1) * size, max(wanted) * size
     blocks = replay(manifest, encoder, reader, state, first, stop)
     for number in range(step, max(wanted) + 1):
@@ -274,12 +271,6 @@ def _replay(
         if number == step:
             kept = numbered
     return digests, kept
-
-
-def _checking(start: _Start, step: int) -> int:
-    """Return the first step from `step` on with a logged digest; `step` itself if it is too far."""
-    later = min((number for number in start.digests if number >= step), default=step)
-    return later if (later - step) * start.blocks_per_step <= MAX_BLOCKS_TO_CHECK else step
 
 
 def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:

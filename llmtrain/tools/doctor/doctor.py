@@ -213,17 +213,14 @@ def _in_time(work: Callable[[], T]) -> T:
         return wait_for(work, MODEL_SECONDS, None)
     except UserError as wrong:
         problems = (
-            replace(one, remedy=one.remedy or _absent(one)) if one.key in _FROM_HUB else one
+            replace(one, remedy=_NOT_HERE if is_local(str(one.value)) else _ABSENT)
+            if one.key in _FROM_HUB and not one.remedy
+            else one
             for one in wrong.problems
         )
         raise UserError(*problems, where=wrong.where) from wrong
     except AttemptError as late:
         raise RunError(f"model or tokenizer: {late}", RESTARTABLE, _OFFLINE) from late
-
-
-def _absent(problem: Problem) -> str:
-    """Return what to do about a model or tokenizer that was not found, by where it was sought."""
-    return _NOT_HERE if is_local(str(problem.value)) else _ABSENT
 
 
 def _quiet_hub() -> None:

@@ -98,26 +98,23 @@ def shown(command: Sequence[str]) -> str:
     value after the name of a secret (`HF_TOKEN=…`, `--hub-token …`), also inside a line of shell.
     """
     hide = hider(os.environ)  # used before quoting, which may put quotes inside a secret
-    words = [
-        HIDDEN if _asks_for_secret(before) else _mask(hide(word))
-        for before, word in zip(["", *command], command, strict=False)
-    ]
+    words = []
+    for before, word in zip(["", *command], command, strict=False):
+        asks = before.startswith("--") and "=" not in before and is_secret_name(before)
+        words.append(HIDDEN if asks else _mask(hide(word)))
     return shlex.join(words)
-
-
-def _asks_for_secret(word: str) -> bool:
-    return word.startswith("--") and "=" not in word and is_secret_name(word)
 
 
 def _mask(text: str) -> str:
     name, equals, value = text.partition("=")
     if equals and _is_secret(name, value) and not re.search(r"\s", name):
         return f"{name}={HIDDEN}"
-    return _ASSIGNMENT.sub(lambda found: f"{found[1]}={_mask_value(found[1], found[2])}", text)
 
+    def masked(one: re.Match[str]) -> str:
+        hidden = _is_secret(one[1], one[2].strip("\"'"))
+        return f"{one[1]}={HIDDEN if hidden else _mask(one[2])}"
 
-def _mask_value(name: str, value: str) -> str:
-    return HIDDEN if _is_secret(name, value.strip("\"'")) else _mask(value)
+    return _ASSIGNMENT.sub(masked, text)
 
 
 def _is_secret(name: str, value: str) -> bool:

@@ -177,7 +177,10 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
     from lm_eval.tasks import TaskManager
 
     files = [Path(name) for name in names if name.endswith(_YAML)]
-    asked = [_task_of(name) if name.endswith(_YAML) else name for name in names]
+    asked = []
+    for name in names:
+        own = _settings(name) if name.endswith(_YAML) else {"task": name}
+        asked.append(str(own.get("group") or own.get("task")))
     manager = TaskManager(
         include_path=sorted({str(file.parent) for file in files}),
         include_defaults=len(files) < len(names),  # reading all of them takes seconds
@@ -229,11 +232,6 @@ def _problems(name: str) -> Iterator[Problem]:
     if not isinstance(files, dict) or not {*asked} <= files.keys():
         remedy = f"data_files: {{{split}: FILE}} and test_split: {split}"
         yield Problem(f"{name}: dataset_kwargs.data_files", files, expected, remedy)
-
-
-def _task_of(name: str) -> str:
-    settings = _settings(name)
-    return str(settings.get("group") or settings.get("task"))
 
 
 def _settings(name: str) -> JsonObject:

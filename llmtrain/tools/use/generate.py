@@ -7,7 +7,7 @@ effect. It ends at the ids that `generation_config.json` names, in a chat model 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,22 +279,28 @@ def complete(
     import torch
     from transformers import GenerationConfig
 
-    ends = _end_ids(opened)
+    ends, drawn = _end_ids(opened), sampling.temperature > 0
+    # Nothing about drawing for the likeliest token; top_k 0 = not limited.
+    drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     # As the model's own config too: transformers takes what is not set from there.
     opened.model.generation_config = GenerationConfig(
         max_new_tokens=limit,
-        do_sample=sampling.temperature > 0,
+        do_sample=drawn,
         eos_token_id=ends,
         pad_token_id=ends[0],
-        **_drawing(sampling),
+        **(drawing if drawn else {}),
     )
     inputs, mask = left_padded(rows, ends[0], opened.device)
     devices = [opened.device] if opened.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(mix(sampling.seed, _SEED_STREAM, number) >> 1)
         out = opened.model.generate(inputs, attention_mask=mask, streamer=streamer)
-    written = out[:, inputs.shape[1] :].tolist()
-    return [_until_end(row, ends) for row in written]
+    written = []
+    for ids in out[:, inputs.shape[1] :].tolist():
+        # Behind the first token that ends a text, a batch has padding.
+        stop = next((place for place, id in enumerate(ids, 1) if id in ends), len(ids))
+        written.append(ids[:stop])
+    return written
 
 
 def left_padded(
@@ -309,23 +315,10 @@ def left_padded(
     return inputs.to(device), mask.to(device)
 
 
-def _until_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    """Return ids up to the first that ends a text; behind it a batch has padding."""
-    stop = next((place for place, id in enumerate(ids, 1) if id in ends), len(ids))
-    return ids[:stop]
-
-
 def as_generated(opened: LoadedModel, prompt: str, new: Sequence[int]) -> Generated:
     """Return what was written. new: its ids"""
     text = opened.tokenizer.decode(new, skip_special_tokens=True)
     return Generated(prompt, text, len(new), bool(new) and new[-1] in _end_ids(opened))
-
-
-def _drawing(sampling: Sampling) -> JsonObject:
-    """Return the options of drawing; none for the likeliest token. top_k 0 = not limited."""
-    if sampling.temperature == 0:
-        return {}
-    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
 
 
 def _end_ids(opened: LoadedModel) -> list[int]:

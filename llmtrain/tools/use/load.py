@@ -174,7 +174,13 @@ def _lora_config(directory: Path) -> Any:
     try:
         known = _AdapterSettings.model_validate(settings)
     except ValidationError as error:
-        raise UserError(*_mistyped(file, error)) from error
+        wrong = {str(one["loc"][0]): one for one in error.errors()}  # one for each key
+        raise UserError(
+            *(
+                Problem(f"{file}: {key}", json.dumps(one["input"])[:_LONGEST], one["msg"])
+                for key, one in wrong.items()
+            )
+        ) from error
     raise_any(_unsupported(file, settings))
     given = known.model_dump(include=settings.keys() & _AdapterSettings.model_fields.keys() - _IDLE)
     with _read_by_peft(file):
@@ -192,12 +198,6 @@ def _read_by_peft(file: str) -> Iterator[None]:
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, re.error) as error:
         expected = f"an adapter for the layers of this model: {first_line(error)}"
         raise UserError(Problem(file, None, expected)) from error
-
-
-def _mistyped(file: str, error: ValidationError) -> Iterator[Problem]:
-    """Yield one problem for each key whose value has another type than peft's."""
-    for key, found in {str(one["loc"][0]): one for one in error.errors()}.items():
-        yield Problem(f"{file}: {key}", json.dumps(found["input"])[:_LONGEST], found["msg"])
 
 
 def _unsupported(file: str, settings: JsonMapping) -> Iterator[Problem]:

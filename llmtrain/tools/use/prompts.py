@@ -164,13 +164,10 @@ def read_prompts(file: Path, *, chat: bool) -> list[Prompt]:
         except _BadLineError as error:
             shown = ascii(line[:_SHOWN].decode(errors="replace"))
             problems.append(Problem(where, shown, str(error)))
-    raise_any(islice(problems, _PROBLEMS), _many(problems))
-    return prompts
-
-
-def _many(problems: Sequence[Problem]) -> str:
     more = len(problems) - _PROBLEMS
-    return f"the first bad lines; there are {more:,} more" if more > 0 else ""
+    many = f"the first bad lines; there are {more:,} more" if more > 0 else ""
+    raise_any(islice(problems, _PROBLEMS), many)
+    return prompts
 
 
 class _BadLineError(Exception):

@@ -91,7 +91,16 @@ def find_target(given: str, revision: str | None = None) -> Target:
     """
     path = Path(given)
     if path.is_dir():
-        return _in_directory(given, path)
+        try:
+            place = look.place_of(path)
+        except UserError:
+            if not any((path / name).is_file() for name in _MODEL_FILES):
+                raise UserError(Problem(KEY, given, _EXPECTED)) from None
+            return Target(given, path)
+        directory = place.root / (place.only or _best(given, place))
+        if directory.suffix == ".partial":
+            raise UserError(Problem(KEY, given, "a complete checkpoint; this one never is read"))
+        return Target(given, directory, place.run_dir, _state(given, directory))
     if path.exists() or not is_hub_id(given):
         raise UserError(Problem(KEY, given, _EXPECTED))
     return Target(given, download(given, revision))
@@ -129,19 +138,6 @@ def download(name: str, revision: str | None) -> Path:
     except refusals as error:
         raise UserError(Problem(KEY, name, f"{_EXPECTED}: {first_line(error)}")) from error
     return Path(found)
-
-
-def _in_directory(given: str, path: Path) -> Target:
-    try:
-        place = look.place_of(path)
-    except UserError:
-        if not any((path / name).is_file() for name in _MODEL_FILES):
-            raise UserError(Problem(KEY, given, _EXPECTED)) from None
-        return Target(given, path)
-    directory = place.root / (place.only or _best(given, place))
-    if directory.suffix == ".partial":
-        raise UserError(Problem(KEY, given, "a complete checkpoint; this one never is read"))
-    return Target(given, directory, place.run_dir, _state(given, directory))
 
 
 def _best(given: str, place: look.CheckpointPath) -> str:

@@ -95,7 +95,10 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
-    own, tied = _tensors(skeleton), _tied_names(skeleton)
+    own, first = _tensors(skeleton), {id(one): name for name, one in skeleton.named_parameters()}
+    every = skeleton.named_parameters(remove_duplicate=False)
+    # Each further name of a tied parameter → its first name.
+    tied = {name: first[id(one)] for name, one in every if first[id(one)] != name}
     in_four_bits = are_held(target.state)
     rounded = (
         {f"{name}.weight" for name in trainable.linear_layers(skeleton)} if in_four_bits else ()
@@ -189,13 +192,6 @@ def _fits(stored: Stored, own: Mapping[str, Tensor]) -> bool:
 def _tensors(model: Any) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, a tied one once."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
-
-
-def _tied_names(model: Any) -> dict[str, str]:
-    """Return each further name of a tied parameter → its first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(one)] for name, one in every if first[id(one)] != name}
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:
