@@ -556,8 +556,12 @@ def test_a_template_that_ends_no_turn_is_an_error(tmp_path):
     ("value", "network"), [("./nowhere", False), ("/no/where", False), ("some/thing", True)]
 )
 def test_the_network_is_to_be_checked_only_if_one_was_asked(value, network):
-    problem = Problem("model.tokenizer", value, "a tokenizer directory or a Hub id")
-    assert ("network" in module._absent(problem)) is network
+    def find():
+        raise UserError(Problem("model.tokenizer", value, "a tokenizer directory or a Hub id"))
+
+    with pytest.raises(UserError) as refused:
+        module._in_time(find)
+    assert ("network" in refused.value.problems[0].remedy) is network
 
 
 @pytest.fixture
