@@ -168,18 +168,6 @@ def test_a_later_bad_row_ends_all_ranks_with_its_line(server, tmp_path):
     assert status(tmp_path / "run")["exit_code"] == 2
 
 
-@pytest.mark.slow  # counted in tests/unit/data/test_lanes.py
-def test_bad_rows_are_skipped_and_counted_where_that_is_asked(server, tmp_path):
-    rows = chats.rows_of(120)
-    rows[110]["messages"][0]["role"] = "bot"
-    path = config_of(tmp_path, rows, training__steps=20)
-    assert server.run(["train", str(path), "chat.bad_rows=skip"], 1, tmp_path) == [0]
-    (event,) = [
-        line for line in lines(tmp_path / "run", "event") if line["event"] == "dropped_documents"
-    ]
-    assert event["detail"]["rejected"] >= 1
-
-
 def test_epochs_of_conversations_end_with_the_data(server, tmp_path):
     path = config_of(tmp_path, chats.rows_of(80), training__epochs=2, training__steps=None)
     assert server.run(["train", str(path)], 2, tmp_path) == [0, 0]

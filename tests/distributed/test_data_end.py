@@ -2,10 +2,7 @@
 
 import json
 
-import psutil
-import pytest
-from helpers.ranks import until
-from helpers.tiny import lines, status, tiny_config, weights, write_config
+from helpers.tiny import lines, status, tiny_config, write_config
 
 
 def events(run_dir, name):
@@ -39,43 +36,6 @@ def test_a_changed_key_is_refused_until_it_is_accepted(server, tmp_path):
     accepted = "checkpoint.accept_changes=[data.seq_len, training.precision]"
     assert server.run(["train", path, *again, accepted], 1, tmp_path) == [0]
     assert json.loads((run_dir / "auto.json").read_text())["run"]["precision"] == "bf16"
-
-
-@pytest.mark.slow  # F37 is the same with other strikes
-def test_a_dead_data_worker_costs_no_step(server, tmp_path):
-    def config(folder):
-        made = tiny_config(
-            folder / "run",
-            training__steps=30,
-            training__global_batch_size=8,
-            data__workers=1,
-        )
-        made["model"]["config"] = {
-            "model_type": "gpt2",
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_positions": 32,
-            "resid_pdrop": 0.1,
-        }
-        return str(write_config(folder, made))
-
-    assert server.run(["train", config(tmp_path / "straight")], 2, tmp_path / "straight") == [0, 0]
-    folder = tmp_path / "killed"
-    run_dir = folder / "run"
-    ranks = server.start(["train", config(folder)], 2, folder)
-    until(lambda: lines(run_dir, "train"), "a step")
-    data_workers(ranks.pids[1])[0].kill()
-    assert ranks.wait() == [75, 75]
-    found = status(run_dir)
-    assert (found["state"], found["exit_code"]) == ("failed", 75)
-    assert "worker" in found["reason"]
-    saved = lines(run_dir, "checkpoint")
-    assert [line["reason"] for line in saved] == ["data_failed"]
-    assert saved[0]["step"] == found["step"] > 0
-    assert server.run(["train", config(folder)], 2, folder) == [0, 0]
-    assert digests(run_dir) == digests(tmp_path / "straight" / "run")
-    assert weights(run_dir, 30) == weights(tmp_path / "straight" / "run", 30)
 
 
 def test_a_run_whose_sources_are_used_up_is_finished(server, tmp_path):
@@ -138,11 +98,3 @@ def test_validation_data_of_its_own_leaves_all_documents_for_training(server, tm
     assert evaluations[0]["bytes"] == sum(len(text) for text in texts[:5])
     manifest = json.loads((run_dir / "manifest.json").read_text())
     assert [source["heldout"] for source in manifest["sources"]] == [{"units": [], "threshold": 0}]
-
-
-def data_workers(pid):
-    return [
-        child
-        for child in psutil.Process(pid).children()
-        if "spawn_main" in " ".join(child.cmdline())
-    ]

@@ -1,6 +1,5 @@
 """However a run is asked to stop, all ranks end the step, save, and leave with 0."""
 
-import json
 import os
 import shutil
 import signal
@@ -129,18 +128,6 @@ def test_a_launcher_that_is_told_to_stop_or_dies_leaves_a_checkpoint_and_no_orph
     stopped_cleanly(run_dir, reason)
 
 
-@pytest.mark.slow
-def test_usr1_to_a_rank_stops_the_run_and_its_launcher_exits_with_0(tmp_path):
-    path, run_dir = endless(tmp_path)
-    launcher = launch(path, tmp_path)
-    until(some_steps(run_dir), "some steps")
-    pids = rank_pids(launcher.pid)
-    os.kill(pids[1], signal.SIGUSR1)
-    assert launcher.wait() == 0, (tmp_path / "launcher.txt").read_text()
-    assert gone(pids)()
-    stopped_cleanly(run_dir, "signal")
-
-
 @pytest.mark.slow  # every other run that ends asks for its code
 @pytest.mark.deeper
 def test_runs_that_start_and_end_exit_with_0_every_time(server, tmp_path, request):
@@ -153,18 +140,3 @@ def test_runs_that_start_and_end_exit_with_0_every_time(server, tmp_path, reques
         assert codes == [0, 0], f"cycle {cycle}: " + (tmp_path / "output.txt").read_text()
         assert status(run_dir)["state"] == "finished"
         shutil.rmtree(run_dir)
-
-
-@pytest.mark.slow  # DI-30 stops a launcher, F34 kills it
-def test_llmtrain_train_returns_the_code_of_the_run(tmp_path):
-    path, run_dir = endless(tmp_path)
-    command = [sys.executable, "-m", "llmtrain", "train", str(path), "--processes", "2"]
-    with (tmp_path / "launcher.txt").open("wb") as output:
-        train = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        )
-    until(some_steps(run_dir), "some steps")
-    train.send_signal(signal.SIGTERM)
-    assert train.wait() == 0, (tmp_path / "launcher.txt").read_text()
-    stopped_cleanly(run_dir, "signal")
-    assert json.loads((run_dir / "status.json").read_text())["world_size"] == 2

@@ -3,8 +3,6 @@
 Launches are shared: each is many cases, and a test asks about some of them.
 """
 
-from typing import Any
-
 import pytest
 from helpers import zero
 from helpers.tiny import tiny_config, write_config
@@ -50,8 +48,6 @@ FOUR = {
     **{("tied", name): Case(name, micro=2) for name in ("zero2", "zero3")},
 }
 CASES = {"pair": PAIR, "alone": ALONE, "four": FOUR}  # by their fixtures
-
-Results = dict[tuple[str, str], Any]
 
 
 def launch(server, folder, world_size, cases):
@@ -161,7 +157,6 @@ SAME_FILES = [
     (2, "zero3", "bf16", "odd"),
     (2, "zero3_offload", "bf16", "frozen"),
 ]
-THREE = [(3, "zero3", "bf16", model) for model in MODELS] + [(3, "zero3", "fp32", "odd")]
 
 
 def passed_through(server, root, world_size, forms):
@@ -187,43 +182,12 @@ def test_files_are_those_of_ddp_on_two_ranks(server, checkpoints):
     compare_files(checkpoints, SAME_FILES)
 
 
-def test_files_are_those_of_ddp_on_three_ranks_and_ddp_reads_them(server, checkpoints):
-    passed_through(server, checkpoints, 3, THREE)
-    compare_files(checkpoints, THREE)
-    back = [
-        Case(
-            "ddp",
-            model=model,
-            steps=0,
-            start=3,
-            load=str(checkpoints / f"3-zero3-bf16-{model}"),
-            save=str(checkpoints / f"back-{model}"),
-        )
-        for model in MODELS
-    ]
-    zero.run(server, checkpoints / "back", 2, back)
-    for model in MODELS:
-        assert zero.files(checkpoints / f"back-{model}") == zero.files(checkpoints / f"ddp-{model}")
-
-
 def compare_files(root, forms):
     for world, strategy, precision, model in forms:
         name = f"{world}-{strategy}-{precision}-{model}"
         expected = zero.files(root / f"ddp-{model}")
         assert len(expected) == 2
         assert zero.files(root / name) == expected, name
-
-
-def test_training_goes_on_from_the_weights_and_moments_of_another_strategy(server, checkpoints):
-    """The copies that are computed with are made of what was read, after they had been gathered."""
-    cases = [
-        Case(name, steps=3, start=3, discard=True, load=str(checkpoints / "ddp-tied"))
-        for name in ZEROS
-    ]
-    expected = zero.reference(Case(steps=6))[3:]
-    for found in zero.run(server, checkpoints / "on", 2, cases):
-        same(found, expected)
-        assert found["optimizer_steps"] == 6
 
 
 RESUMED = (

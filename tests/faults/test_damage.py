@@ -51,7 +51,11 @@ def test_f19_a_flipped_bit_in_any_file_is_found_and_named(finished):
 
 
 def goes_on_from_the_older_one(run, file, straight):
+    before = len(run.output())
     assert run.launch() == [0, 0], run.output()
+    said = run.output()[before:].splitlines()
+    (warning,) = (line for line in said if line.startswith("warning: "))
+    assert f"{NEWEST}.damaged: {file}" in warning
     assert run.resumed()[-1] == OLDER
     (event,) = run.events("checkpoint_quarantined")
     assert event["checkpoint"] == NEWEST

@@ -163,32 +163,24 @@ def everything(single, tokenizer, rows):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in (1, 2))])
-def test_kills_at_random_blocks_lose_and_repeat_no_document(
-    single, place, tokenizer, straight, seed
-):
-    run = Run(single, place)
+@pytest.mark.parametrize("of", ["straight", "straight_mixed"])
+def test_kills_at_random_blocks_lose_and_repeat_no_document(place, tokenizer, request, of, seed):
+    straight = request.getfixturevalue(of)
+    run = Run(straight.manifest, place)
     kills = 0
     while len(run.digests) < STEPS:
         drawn = mix(seed, kills)
         steps = min(drawn % 12, STEPS - len(run.digests))
         run.start(1 + drawn // 12 % 5, steps, lost=1 + drawn // 60 % 4)
         kills += 1
+        assert np.array_equal(run.states[-1].cursors, straight.states[len(run.digests)].cursors)
     assert kills > 8
     assert run.rows == straight.rows
     assert run.digests == straight.digests
     assert run.states[-1].stream_digest == straight.states[-1].stream_digest
-    assert len(everything(single, tokenizer, run.rows)) >= 4
-
-
-def test_three_resumes_in_a_row_do_not_freeze_the_state(single, place, straight):
-    run = Run(single, place)
-    for start in range(4):
-        run.start(1, 7)
-        now, then = run.states[-1], straight.states[7 * (start + 1)]
-        assert np.array_equal(now.cursors, then.cursors)
-        assert (now.next_block, now.stream_digest) == (then.next_block, then.stream_digest)
-        assert not np.array_equal(now.cursors, run.states[-8].cursors)
-    assert run.rows == straight.rows[: 28 * BLOCKS]
+    assert ((run.states[-1].cursors[:, :, 0] >= 1).sum(axis=0) > 2).all()  # each source rolled over
+    if of == "straight":
+        assert len(everything(run.manifest, tokenizer, run.rows)) >= 4
 
 
 @pytest.fixture(scope="module")
@@ -200,66 +192,6 @@ def ahead(single, place, straight):
     for count, workers in zip(steps, (0, 1, 2, 0), strict=True):
         run.start(1, count, workers=workers)
     return run, steps
-
-
-@pytest.mark.launches
-def test_persistent_workers_do_not_shorten_the_epoch_after_a_resume(single, tokenizer, ahead):
-    run, steps = ahead
-    behind = (steps[0] + steps[1]) * BLOCKS  # from the middle of epoch 0 on with one worker
-    epochs = everything(single, tokenizer, run.rows[:behind])
-    assert len(epochs) >= 2
-
-
-def test_a_resume_in_the_second_epoch_restores_the_order_not_the_position_alone(
-    single, place, straight
-):
-    check_order(single, place, straight, epoch=1)
-
-
-def test_a_resume_in_the_fourth_epoch_does_not_take_the_order_of_the_first(single, place, straight):
-    check_order(single, place, straight, epoch=3)
-
-
-def check_order(single, place, straight, epoch):
-    step = straight.first_step_in(epoch)
-    run = straight.resumed(step).start(3, 6)
-    assert run.rows == straight.after(step, 6)
-    state = straight.states[step]
-    first = np.where(np.arange(4) == 0, 0, state.cursors)  # the same position in epoch 0
-    first[:, :, 3] = 0
-    other = Run(single, place, replace(state, cursors=first)).start(1, 6)
-    assert other.rows != run.rows
-
-
-def test_what_a_resume_leaves_behind_is_not_left_out_again_in_later_epochs(
-    single, tokenizer, straight
-):
-    step = straight.first_step_in(1) // 2
-    run = straight.resumed(step).start(2, STEPS - step)
-    epochs = everything(single, tokenizer, straight.rows[: step * BLOCKS] + run.rows)
-    assert len(epochs) >= 4
-    for number, epoch in enumerate(epochs):
-        for lane, documents in enumerate(epoch):
-            expected = reference_stream.lane_documents(single, 0, lane, number)
-            assert documents == [document.text for document in expected]
-
-
-def test_other_numbers_of_processes_load_no_part_of_a_state(mixed, place, straight_mixed):
-    run = Run(mixed, place)
-    for world_size in (4, 2, 3, 8):
-        run.start(world_size, 9)
-    assert run.rows == straight_mixed.rows[: 36 * BLOCKS]
-    assert np.array_equal(run.states[-1].cursors, straight_mixed.states[36].cursors)
-
-
-def test_a_checkpoint_where_a_lane_rolls_over_is_as_right_as_any(straight):
-    epochs = [state.cursors[:, 0, 0].tolist() for state in straight.states]
-    rolling = [step for step in range(1, STEPS - 3) if epochs[step] != epochs[step - 1]]
-    assert len(rolling) > 4
-    for step in rolling:
-        for at in (step - 1, step):
-            run = straight.resumed(at).start(1 + at % 3, 2)
-            assert run.rows == straight.after(at, 2)
 
 
 @pytest.mark.launches
@@ -355,52 +287,12 @@ def test_a_save_at_the_end_of_the_data_is_the_end_after_a_resume_too(lettered, p
         ] * (4 - before)
 
 
-def test_a_save_at_the_first_step_of_every_start_is_complete(mixed, place, straight_mixed):
-    run = Run(mixed, place)
-    for start in range(12):
-        run.start(1 + start % 3, 1)
-        assert np.array_equal(run.states[-1].cursors, straight_mixed.states[start + 1].cursors)
-    assert run.rows == straight_mixed.rows[: 12 * BLOCKS]
-
-
-def test_a_resume_within_an_epoch_of_two_sources_resets_neither(mixed, place, straight_mixed):
-    state = straight_mixed.states
-    middle = next(s for s in range(STEPS) if 0 < state[s].cursors[:, 0, 0].sum() < 6)
-    ends = [middle, straight_mixed.first_step_in(1), STEPS]
-    assert sorted(set(ends)) == ends
-    assert (state[STEPS].cursors[:, 1, 0] >= 1).sum() > 2  # the second source rolls over, too
-    run = Run(mixed, place)
-    for number, end in enumerate(ends):
-        run.start(1 + number, end - len(run.digests))
-    assert run.rows == straight_mixed.rows
-    assert np.array_equal(run.states[-1].cursors, state[-1].cursors)
-
-
 @pytest.mark.launches
 def test_resumes_with_none_one_and_two_workers_go_on_alike(straight, ahead):
     run, steps = ahead
     assert run.rows == straight.rows[: sum(steps) * BLOCKS]
     assert run.digests == straight.digests[: sum(steps)]
     assert np.array_equal(run.states[-1].cursors, straight.states[sum(steps)].cursors)
-
-
-def test_the_first_block_after_a_load_is_that_of_the_state(place, single, straight):
-    beginning = straight.rows[:4]
-    for step in (1, 17, 50):
-        loaded = straight.resumed(step).start(1, 1).rows[:4]
-        assert loaded == straight.after(step)[:4]
-        assert not set(loaded) & set(beginning)
-
-
-def test_a_resume_goes_on_in_the_first_second_and_third_epoch(straight):
-    for epoch in range(3):
-        step = straight.first_step_in(epoch) + 4
-        lanes = straight.states[step].cursors[:, 0, 0]
-        assert lanes.min() == epoch
-        until = straight.first_step_in(epoch + 1)
-        run = straight.resumed(step).start(2, until - step)
-        assert run.rows == straight.after(step, until - step)
-        assert (run.states[-1].cursors[:, 0, 0] == epoch + 1).all()
 
 
 def test_packed_windows_are_gone_on_with_where_a_kill_cut_them(straight_packed):

@@ -136,17 +136,6 @@ def test_workers_refuse_a_back_end_that_gives_other_ids(mixed, place):
         next(stream)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
-def test_batches_do_not_depend_on_world_size(mixed, place, world_size):
-    alone = all_ranks(mixed, place, 1)
-    spread = all_ranks(mixed, place, world_size)
-    for step in range(STEPS):
-        assert interleaved(spread, world_size, step) == alone[0][step].ids.tolist()
-        ours = [spread[rank][step] for rank in range(world_size)]
-        assert sum(batch.digest for batch in ours) % 2**64 == alone[0][step].digest
-        assert sum((Counter(b.sources) for b in ours), Counter()) == alone[0][step].sources
-
-
 def test_what_was_met_is_counted_once_whatever_the_world_size(mixed, place):
     def counted(world_size):
         total = Counter()
@@ -215,16 +204,6 @@ def test_blocks_are_the_articles_own_text_special_token_strings_too(tmp_path):
     pieces = np.split(ids, np.flatnonzero(ids == tokenizer.eos) + 1)
     assert len(pieces) > 2
     assert all(tokenizer.decode(piece) == text + "<|endoftext|>" for piece in pieces[:-1])
-
-
-def test_one_document_feeds_every_lane(tmp_path):
-    corpus.write_tokenizer(tmp_path / "tokenizer")
-    path = corpus.write_parquet(tmp_path / "one.parquet", corpus.articles(1))
-    manifest = corpus.manifest_of(tmp_path / "tokenizer", path, lanes=7)
-    tokenizer = open_tokenizer(tmp_path / "tokenizer")
-    expected = [block.ids for block in reference_stream.blocks(manifest, tokenizer, 24)]
-    stream = opened(manifest, tmp_path)
-    assert [row for _ in range(2) for row in next(stream).ids.tolist()] == expected
 
 
 def test_the_digest_is_the_sum_of_the_blocks_hashes(single, place):

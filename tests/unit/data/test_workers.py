@@ -5,23 +5,18 @@ import sys
 from collections import Counter
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import islice
 from multiprocessing import Pipe
 
 import numpy as np
 import pytest
 from helpers import corpus
-from helpers.streams import BLOCKS, Run, named, rows_of
+from helpers.streams import Run, named, rows_of
 
 from llmtrain.data import workers
-from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.lanes import Block, Lane
-from llmtrain.data.packing import START, Span
-from llmtrain.data.state import DataState
-from llmtrain.data.stream import Blocks, Stream
-from llmtrain.data.tokens.encode import DocumentEncoder
+from llmtrain.data.lanes import Block
+from llmtrain.data.packing import Span
+from llmtrain.data.stream import Stream
 from llmtrain.data.tokens.tokenizer import open_tokenizer
-from llmtrain.data.workers import Asked
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 
 
@@ -190,30 +185,6 @@ def test_ranks_of_mixed_sources_never_get_the_same_rows(tokenizer, spread):
         assert {number < 500 for number in numbers} == {True, False}  # of both sources
 
 
-def test_the_union_over_ranks_and_their_workers_is_everything(mixed, place, alone):
-    """Sharded by rank, then by worker, as four ranks with three workers each do."""
-    state = DataState.fresh(mixed)
-    found = {}
-    for rank in range(WORLD_SIZE):
-        blocks = Blocks(
-            mixed,
-            place / "tokenizer",
-            next_block=0,
-            rank=rank,
-            world_size=WORLD_SIZE,
-            cursors=state.cursors,
-            reading=Reading(60),
-            asked=Asked(3),
-        )
-        for worker in range(3):
-            items = islice(blocks.virtual(worker, 3), STEPS * BLOCKS // (WORLD_SIZE * 3))
-            for turn, block in enumerate(items):
-                g = rank + WORLD_SIZE * (worker + 3 * turn)
-                assert g not in found
-                found[g] = tuple(block.ids.tolist())
-    assert [found[g] for g in range(STEPS * BLOCKS)] == [row.ids for row in alone.rows]
-
-
 def test_no_row_vanishes_between_the_ranks(tokenizer, spread):
     assert all(batches[-1].ended for batches in spread.ranks)
     found = sum((of_rank(spread, tokenizer, rank) for rank in range(WORLD_SIZE)), Counter())
@@ -235,29 +206,6 @@ def test_nothing_can_be_loaded_into_a_stream_that_was_opened(mixed, place, alone
         stream = run.open(0, 1, 0, stack)
         run.states[-1].cursors[:] = 0  # whatever becomes of the state that it was opened at
         assert rows_of(next(stream)) == alone.after(5, 1)
-
-
-def test_one_document_on_four_ranks_is_not_repeated_within_an_epoch(place, tokenizer):
-    path = corpus.write_parquet(place / "one.parquet", corpus.letters([0, 100])[1:])
-    manifest = corpus.manifest_of(
-        place / "tokenizer", {"path": str(path), "max_epochs": 3}, lanes=8, seq_len=11
-    )
-    run = Run(manifest, place, blocks_per_step=8).start(WORLD_SIZE, 40)
-    assert all(batches[-1].ended for batches in run.ranks)
-    trained = sum(label != -100 for row in run.rows for label in row.labels)
-    reader, spans = Reader(Reading(60)), []
-    for index in range(manifest.lanes):
-        lane = Lane(manifest, DocumentEncoder(tokenizer), reader, index, index, [START])
-        taken = (lane.take() for _ in range(40))
-        spans += [(s.epoch, index, s.start, s.stop) for b in taken for s in b.spans]
-    # Each epoch of the document lies in one lane, and each of its tokens there once.
-    assert {epoch for epoch, *_ in spans} <= {0, 1, 2}
-    for epoch in range(3):
-        mine = sorted(span for span in spans if span[0] == epoch)
-        assert len({lane for _, lane, *_ in mine}) == 1
-        targets = Counter(t for _, _, first, stop in mine for t in range(first, stop))
-        assert sum(targets.values()) - len(targets) <= len(mine)  # the id that two blocks share
-    assert 2 * 99 <= trained <= 3 * 100
 
 
 def test_ranks_do_not_train_on_the_same_stream(alone, spread):
