@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config import secrets, yaml12
-from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.goodput import Stretch, stretches, without_idle_starts
+from llmtrain.rundir.goodput import StepSums, Stretch, stretches, without_idle_starts
+from llmtrain.rundir.record import as_number, is_of_all, require_record
 from llmtrain.types import JsonMapping, JsonObject
 
 Line = JsonMapping
 
 MAX_BUCKETS = 1000
-_MOST = 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +91,6 @@ class Tables:
         return self.starts[-1] if self.starts else {}
 
 
-@dataclass(slots=True)
-class StepSums:
-    """Sums over the steps of a run, line by line; each start's first step opens the stream.
-
-    That takes long, so it is left out.
-
-    seconds, waited: of the steps, and how much of it they waited for data
-    steps, gained: how many there were, and the tokens that they trained
-    speed: tokens a second of the last line; None before the second one
-    """
-
-    seconds: float = 0.0
-    waited: float = 0.0
-    steps: int = 0
-    gained: float = 0.0
-    speed: float | None = None
-    _first: int = 1  # the first step of this start
-    _step: int = 0
-    _tokens: float | None = None
-
-    def add(self, line: Line) -> None:
-        """Add a `start` or a `train` line, in the order of the record."""
-        if line["kind"] == "start":
-            self._first = line["step"] + 1
-            return
-        step, tokens = line["step"], as_number(line.get("tokens"))
-        seconds = as_number(line.get("span_seconds")) or 0.0
-        if seconds > 0 and step != self._first:
-            self.seconds += seconds
-            self.waited += as_number(line.get("span_wait_seconds")) or 0.0
-            self.steps += max(0, step - self._step)
-            if tokens is not None and self._tokens is not None and tokens > self._tokens:
-                self.gained += tokens - self._tokens
-                self.speed = (tokens - self._tokens) / seconds
-        self._step, self._tokens = step, tokens
-
-
 class Points(Sequence[tuple[int, float]]):
     """Pairs of a step and a number. A record has as many as a run has steps, so they are packed."""
 
@@ -171,14 +133,6 @@ class Curve:
     def points(self) -> list[tuple[int, float]]:
         """The step and the mean of each bucket."""
         return list(zip(self.steps, self.mean, strict=True))
-
-
-def require_record(run_dir: Path) -> None:
-    """Raise UserError if a directory has no `metrics.jsonl`."""
-    if not (run_dir / contents.METRICS).is_file():
-        expected = f"a run directory, with {contents.METRICS} in it"
-        remedy = "give the directory that the config names as run.dir"
-        raise UserError(Problem("RUN", run_dir, expected, remedy))
 
 
 def collect(run_dir: Path) -> Tables:
@@ -248,13 +202,6 @@ def column(lines: Sequence[Line], name: str) -> Points:
     return Points(
         (line["step"], value) for line in lines if (value := as_number(line.get(name))) is not None
     )
-
-
-def as_number(value: object) -> float | None:
-    """Return a number; None for what is none, and for one whose sums would not be finite."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST:
-        return float(value)
-    return None
 
 
 def joined(one: Points, other: Points) -> Iterator[tuple[int, float, float]]:
@@ -340,8 +287,3 @@ def _what(line: Line) -> Any:
 
 def _of(kind: str, lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line["kind"] == kind)
-
-
-def is_of_all(line: Line) -> bool:
-    """Whether a line is an evaluation of all held-out documents, not of those of a source."""
-    return line["kind"] == "eval" and line.get("split") == "heldout"

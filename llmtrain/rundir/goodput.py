@@ -196,3 +196,40 @@ def _fit(claims: Sequence[_Seconds], lengths: Sequence[float]) -> None:
 def _positive(value: object) -> float:
     """Return a number of seconds; 0 for what is none."""
     return float(value) if isinstance(value, int | float) and 0 < value < _MOST else 0.0
+
+
+@dataclass(slots=True)
+class StepSums:
+    """Sums over the steps of a run, line by line; each start's first step opens the stream.
+
+    That takes long, so it is left out.
+
+    seconds, waited: of the steps, and how much of it they waited for data
+    steps, gained: how many there were, and the tokens that they trained
+    speed: tokens a second of the last line; None before the second one
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    steps: int = 0
+    gained: float = 0.0
+    speed: float | None = None
+    _first: int = 1  # the first step of this start
+    _step: int = 0
+    _tokens: float | None = None
+
+    def add(self, line: JsonMapping) -> None:
+        """Add a `start` or a `train` line, in the order of the record."""
+        if line["kind"] == "start":
+            self._first = line["step"] + 1
+            return
+        step, tokens = line["step"], record.as_number(line.get("tokens"))
+        seconds = record.as_number(line.get("span_seconds")) or 0.0
+        if seconds > 0 and step != self._first:
+            self.seconds += seconds
+            self.waited += record.as_number(line.get("span_wait_seconds")) or 0.0
+            self.steps += max(0, step - self._step)
+            if tokens is not None and self._tokens is not None and tokens > self._tokens:
+                self.gained += tokens - self._tokens
+                self.speed = (tokens - self._tokens) / seconds
+        self._step, self._tokens = step, tokens

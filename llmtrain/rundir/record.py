@@ -26,7 +26,7 @@ from typing import Any
 
 from llmtrain import system
 from llmtrain.config import secrets
-from llmtrain.errors import RunError, needed_on_disk
+from llmtrain.errors import Problem, RunError, UserError, needed_on_disk
 from llmtrain.rundir.contents import METRICS
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -37,6 +37,7 @@ _AT_ONCE = 1 << 20  # bytes
 _COLUMNS = 40  # of numbers in the lines of a kind; our own have half of that
 _EXACT = 2.0**53  # below it whole numbers are floats, too
 _MISSING = object()
+_MOST = 1e100  # a sum of many larger numbers would overflow
 _NAMED_LINES = 5  # that are left out; further ones are only counted
 
 
@@ -182,6 +183,26 @@ def short_record(run_dir: Path) -> tuple[list[Line], int]:
         if value is not None and unread <= _NAMED_LINES:
             _log.warning("left out a line of %s without kind, time and step: %.80s", path, value)
     return found, unread
+
+
+def require_record(run_dir: Path) -> None:
+    """Raise UserError if a directory has no `metrics.jsonl`."""
+    if not (run_dir / METRICS).is_file():
+        expected = f"a run directory, with {METRICS} in it"
+        remedy = "give the directory that the config names as run.dir"
+        raise UserError(Problem("RUN", run_dir, expected, remedy))
+
+
+def as_number(value: object) -> float | None:
+    """Return a number; None for what is none, and for one whose sums would not be finite."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST:
+        return float(value)
+    return None
+
+
+def is_of_all(line: JsonMapping) -> bool:
+    """Whether a line is an evaluation of all held-out documents, not of those of a source."""
+    return line["kind"] == "eval" and line.get("split") == "heldout"
 
 
 class Line(JsonMapping):

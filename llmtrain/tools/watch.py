@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmtrain.report.collect import StepSums, as_number, is_of_all, require_record
 from llmtrain.rundir import contents, lock, status
-from llmtrain.rundir.record import Tail, in_words
+from llmtrain.rundir.goodput import StepSums
+from llmtrain.rundir.record import Tail, as_number, in_words, is_of_all, require_record
 from llmtrain.system import is_alive, start_time
 from llmtrain.types import JsonMapping, JsonObject
 
