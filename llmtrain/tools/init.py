@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, ModelConfig, SourceConfig
@@ -73,6 +73,7 @@ _SIZES = (
 _NEW = ((100e6, 6e-4), (20e6, 1e-3), (0, 3e-3))
 _WHOLE = ((1e9, 1e-5), (50e6, 5e-5), (0, 5e-4))
 _ADAPTERS = ((200e6, 2e-4), (0, 2e-3))
+T = TypeVar("T")
 Comments = dict[str, str]
 
 
@@ -275,7 +276,7 @@ def _named(entries: Mapping[str, int]) -> str:
     return max(NAMED, key=lambda name: sum(token in entries for token in NAMED[name]))
 
 
-def _by_size(table: Sequence[tuple[float, Any]], size: float) -> Any:
+def _by_size(table: Sequence[tuple[float, T]], size: float) -> T:
     """Return the value of the first row whose size is reached."""
     return next(value for least, value in table if size >= least)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rows import BadRowError, Message
@@ -28,6 +28,7 @@ from llmtrain.types import JsonObject
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers.generation.streamers import BaseStreamer
 
 Told = Callable[[str], object]  # gets the text as it is written
 # Gets a conversation, its tools and the name of what is wrong, in a message; returns ids.
@@ -267,7 +268,7 @@ def complete(
     limit: int,
     sampling: Sampling,
     number: int,
-    streamer: Any = None,
+    streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
     """Return the ids that a model writes after each row, with the one that ends it.
 

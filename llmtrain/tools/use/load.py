@@ -51,6 +51,8 @@ from llmtrain.types import JsonMapping, JsonObject, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 # Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
@@ -130,7 +132,7 @@ def base_of_adapter(directory: Path) -> Base:
     raise UserError(Problem(str(directory / CONFIG_FILE), None, expected))
 
 
-def inject_adapter(model: Any, directory: Path) -> dict[str, torch.nn.Parameter]:
+def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.nn.Parameter]:
     """Put an adapter's layers into a model and return its parameters by their names in the file.
 
     model: is changed; it may be on meta. The parameters are on meta.
@@ -152,7 +154,7 @@ def inject_adapter(model: Any, directory: Path) -> dict[str, torch.nn.Parameter]
     return found
 
 
-def attach_adapter(model: Any, directory: Path) -> set[str]:
+def attach_adapter(model: PreTrainedModel, directory: Path) -> set[str]:
     """Put an adapter's layers into a model, with their weights in fp32. Raises as `inject` does.
 
     Returns the names of its parameters in the model.
@@ -165,7 +167,7 @@ def attach_adapter(model: Any, directory: Path) -> set[str]:
     return set(values)
 
 
-def _lora_config(directory: Path) -> Any:
+def _lora_config(directory: Path) -> LoraConfig:
     from peft import LoraConfig
 
     file, settings = str(directory / CONFIG_FILE), _json(directory / CONFIG_FILE)
@@ -263,8 +265,8 @@ class LoadedModel:
     """A model in evaluation mode on its device, and its tokenizer, both of transformers."""
 
     target: Target
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     device: torch.device
 
     @property
@@ -315,7 +317,7 @@ def open_model(
             check_positions(target, seen, config)
             set_rows(config, tokenizers.length_of(tokenizer), seen.config.model.pad_vocab_to)
         asked = ModelConfig(freeze=seen.config.model.freeze if seen else _frozen(target))
-        model: Any = build.build(config, asked, Base(str(base), None, None))
+        model: PreTrainedModel = build.build(config, asked, Base(str(base), None, None))
     if tokenizer.eos_token_id is None:
         raise UserError(Problem(KEY, target.given, "a tokenizer with an end-of-text token"))
     if seq_len is not None:
@@ -336,7 +338,9 @@ def _frozen(target: Target) -> tuple[str, ...]:
     return tuple((target.state.get("config") or {}).get("model.freeze") or ())
 
 
-def _with_adapter(model: Any, target: Target, entries: int, precision: str) -> Any:
+def _with_adapter(
+    model: PreTrainedModel, target: Target, entries: int, precision: str
+) -> PreTrainedModel:
     """Return the model with an adapter. entries: of the tokenizer. The others: as `open_model`."""
     import torch
     from transformers import GenerationConfig
@@ -370,7 +374,7 @@ def base_directory(adapter: Path) -> Path:
     return download(base.path, base.revision)
 
 
-def config_of(directory: Path) -> Any:
+def config_of(directory: Path) -> PreTrainedConfig:
     """Return the transformers config of a model directory.
 
     Raises UserError for one that is not safe, or that transformers cannot read.

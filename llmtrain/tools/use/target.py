@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
@@ -47,6 +47,7 @@ from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 KEY = "MODEL_OR_RUN"
@@ -187,7 +188,7 @@ def are_held(state: JsonMapping) -> bool:
     return True
 
 
-def round_layers(model: Any, state: JsonMapping) -> None:
+def round_layers(model: PreTrainedModel, state: JsonMapping) -> None:
     """Round the weights of a model in place, as `round_weight` does."""
     from llmtrain.model.trainable import linear_layers
 
@@ -287,7 +288,7 @@ def with_other_tokenizer(run_dir: Path) -> str:
     return "--data with a file or a config scores text, with any tokenizer; compare bits_per_byte"
 
 
-def check_positions(target: Target, seen: Seen, config: Any) -> None:
+def check_positions(target: Target, seen: Seen, config: PreTrainedConfig) -> None:
     """Raise UserError for a model with fewer positions than a block of the run has."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     seq_len = seen.config.data.seq_len
@@ -296,7 +297,7 @@ def check_positions(target: Target, seen: Seen, config: Any) -> None:
         raise UserError(Problem(KEY, target.given, f"{expected}; it has {longest:,}"))
 
 
-def attach_adapters(model: Any, base: Path, seen: Seen) -> None:
+def attach_adapters(model: PreTrainedModel, base: Path, seen: Seen) -> None:
     """Give a model the adapters with which the run begins, and its base the run's precision.
 
     They are without effect, since one matrix of each pair is zero; but a base in bf16 or in four

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.state import ADAPTER, persistent_buffers
@@ -30,7 +30,9 @@ from llmtrain.tools.use.tensors import Stored
 from llmtrain.types import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
     from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _FLOATS = ("F32", "BF16", "F16")
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
@@ -46,7 +48,7 @@ class Weights:
     read: returns a tensor of these
     """
 
-    config: Any
+    config: PreTrainedConfig
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], Tensor]
 
@@ -58,7 +60,7 @@ class Layer:
     parts: names of the adapter's parameters in it → in the adapter's file
     """
 
-    module: Any
+    module: LoraLayer
     parts: dict[str, str]
 
 
@@ -126,7 +128,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
 
 
-def _layers(skeleton: Any, directory: Path) -> dict[str, Layer]:
+def _layers(skeleton: PreTrainedModel, directory: Path) -> dict[str, Layer]:
     """Put the adapter's layers into a model on meta; return them by the weight that they change.
 
     Raises UserError if a tensor of the adapter belongs to no layer that can be merged.
@@ -155,7 +157,7 @@ def _unmergeable(directory: Path, name: str) -> UserError:
     return UserError(Problem(str(directory / ADAPTER), name, expected))
 
 
-def _merge(layer: Any, weight: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+def _merge(layer: LoraLayer, weight: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     """Fill one layer, let peft merge it, and put it back on meta. All tensors are fp32."""
     state = {"base_layer.weight": weight, **values}
     layer.load_state_dict(state, strict=False, assign=True)
@@ -172,7 +174,7 @@ def _differ(one: Layer | None, first: Layer | None) -> bool:
     return getattr(one.module, "tied_adapter", None) is not first.module
 
 
-def _open_base(base: Path, config: Any) -> Callable[[str], Tensor]:
+def _open_base(base: Path, config: PreTrainedConfig) -> Callable[[str], Tensor]:
     """Return what reads a model's tensors by their names in transformers' class, to be changed.
 
     Files from elsewhere may have other names; then the model is loaded whole.
@@ -189,7 +191,7 @@ def _fits(stored: Stored, own: Mapping[str, Tensor]) -> bool:
     return all(shapes.get(name) == tuple(tensor.shape) for name, tensor in own.items())
 
 
-def _tensors(model: Any) -> dict[str, Tensor]:
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, a tied one once."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
@@ -216,7 +218,7 @@ def cast_specs(specs: Mapping[str, TensorSpec], dtype: str) -> dict[str, TensorS
     }
 
 
-def _with_dtype(config: Any, dtype: str) -> Any:
+def _with_dtype(config: PreTrainedConfig, dtype: str) -> PreTrainedConfig:
     """Return the config with the dtype of the tensors as they are written."""
     config.dtype = DTYPES[dtype][1].removeprefix("torch.")
     return config

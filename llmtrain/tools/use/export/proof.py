@@ -22,7 +22,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmtrain.data import heldout
 from llmtrain.data.manifest import glance
@@ -31,6 +31,10 @@ from llmtrain.rundir import contents
 from llmtrain.text import first_line
 from llmtrain.tools.use.target import Target
 from llmtrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from transformers import PreTrainedModel
 
 _BLOCKS = 8
 _MADE_UP = (2, 32)  # blocks and positions where a run held nothing out
@@ -117,7 +121,7 @@ def _loss(directory: Path, asked: JsonObject) -> float:
     return total / max(1, count)
 
 
-def _load(directory: Path, state: JsonObject) -> Any:
+def _load(directory: Path, state: JsonObject) -> PreTrainedModel:
     import torch
 
     if (directory / "adapter_config.json").is_file():
@@ -175,7 +179,7 @@ def upload(directory: Path, name: str) -> str:
     return str(made)
 
 
-def _api() -> Any:
+def _api() -> HfApi:
     from huggingface_hub import HfApi
 
     return HfApi(token=os.environ[_TOKEN])
