@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,16 +26,6 @@ class DataFailedError(Exception):
     def __init__(self, step: int) -> None:
         super().__init__(step)
         self.step = step
-
-
-class Decides(Protocol):
-    """What the meter needs of `training.run.due.Due`."""
-
-    def learn(self, numbers: Numbers) -> None:
-        """Receive a step's numbers, before anything else does."""
-
-    def anything(self, step: int) -> bool:
-        """Whether the decisions of `step` are needed now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +91,17 @@ class Meter:
         seconds = time.perf_counter() - self._start
         self._pending.append(_Sent(self._step, values, seconds, self._started, arrived))
 
-    def receive(self, step: int, due: Decides) -> Iterator[Numbers]:
+    def receive(self, step: int, anything_due: Callable[[int], bool]) -> Iterator[Numbers]:
         """Yield the numbers of the previous step, and those of `step` if anything is due at it.
+
+        anything_due: asked about `step` once the caller has seen the numbers before it
 
         Raises DataFailedError, on all ranks, for a step in which a rank had no data.
         """
-        while self._pending and (self._pending[0].step < step or due.anything(step)):
+        while self._pending and (self._pending[0].step < step or anything_due(step)):
             numbers = self._read(self._pending.pop(0))
             if numbers.data_failed:
                 raise DataFailedError(numbers.step)
-            due.learn(numbers)
             yield numbers
 
     def _read(self, sent: _Sent) -> Numbers:

@@ -34,9 +34,10 @@ def train(config: Config) -> Result:
             update(run, batch, learning_rate_factor(config.optimizer, run.steps, step))
             run.feed.advance(step, batch)  # only now do these blocks count as consumed
 
-            for numbers in run.meter.receive(step, run.due):
-                run.log.training(numbers)  # first of step - 1, which may make a stop due,
-                run.guards.check(numbers)  # then of this step too, if anything is due
+            for numbers in run.meter.receive(step, run.due.anything):
+                run.due.learn(numbers)  # first of step - 1, which may make a stop due,
+                run.log.training(numbers)  # then of this step too, if anything is due
+                run.guards.check(numbers)
             if run.due.evaluation(step):
                 run.log.evaluation(step, evaluate(run))  # if a stop interrupts it, it stays due
                 run.log.samples(step, sample(run))  # and there are no samples either
