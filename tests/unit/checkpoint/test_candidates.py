@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from helpers.checkpoints import RUN, on_ranks, save
-from xxhash import xxh3_128_hexdigest
+from helpers.damage import flip, sign
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import candidates, format, read
@@ -29,14 +29,6 @@ def root(tmp_path):
 
 def names(root):
     return sorted(path.name for path in root.iterdir() if path.is_dir())
-
-
-def sign(directory, **fields):
-    """An intact manifest with other fields."""
-    path = directory / form.MANIFEST
-    rest = json.loads(path.read_bytes()) | fields
-    del rest["self"]
-    path.write_bytes(form.canonical({**rest, "self": xxh3_128_hexdigest(form.canonical(rest))}))
 
 
 def refusal(root, **asked):
@@ -119,10 +111,7 @@ def test_newer_ones_are_set_aside_once_the_older_one_is_known_to_be_whole(root):
 
 
 def test_a_named_one_that_is_damaged_is_refused_and_nothing_is_renamed(root):
-    path = root / "step-00000008" / MODEL
-    body = bytearray(path.read_bytes())
-    body[-1] ^= 1
-    path.write_bytes(body)
+    flip(root / "step-00000008" / MODEL, -1)
     (problem,) = refusal(root, resume="step-00000008", supersede=True).problems
     assert f"{MODEL}: the digest" in problem.expected
     assert names(root) == ["step-00000004", "step-00000008", "step-00000012"]
@@ -190,15 +179,8 @@ def test_a_file_that_a_manifest_names_twice_is_refused(root):
     assert f"{form.MANIFEST}: its own digest differs" in problem.expected
 
 
-def damaged_weights(root):
-    path = root / "step-00000012" / MODEL
-    body = bytearray(path.read_bytes())
-    body[-1] ^= 1
-    path.write_bytes(body)
-
-
 def test_sizes_compares_no_digest_of_weights_but_those_of_small_files(root):
-    damaged_weights(root)
+    flip(root / "step-00000012" / MODEL, -1)
     assert read.find(root, RUN, Alone(), verify="sizes").step == 12
     state = root / "step-00000012" / form.STATE
     state.write_bytes(state.read_bytes().replace(b'"step":12', b'"step":13'))
@@ -208,7 +190,7 @@ def test_sizes_compares_no_digest_of_weights_but_those_of_small_files(root):
 
 
 def test_the_reason_stands_in_what_was_set_aside(root):
-    damaged_weights(root)
+    flip(root / "step-00000012" / MODEL, -1)
     read.find(root, RUN, Alone())
     assert "digest of bytes" in (root / "step-00000012.damaged" / candidates.WHY).read_text()
 

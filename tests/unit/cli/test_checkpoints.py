@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.checkpoints import RUN, flip, save, saved_run
+from helpers.damage import sign
 
 from llmtrain.checkpoint import format as form
 from llmtrain.cli.main import main
@@ -98,9 +99,7 @@ def test_a_verification_names_a_format_that_this_llmtrain_does_not_read(run, sho
     path = run / "checkpoints" / "step-00000024"
     state = {"format": 2, "run_id": RUN, "versions": {"llmtrain": "0.9\x1b[31m"}}
     (path / form.STATE).write_bytes(form.canonical(state))
-    body = {"format": 2, "run_id": RUN, "step": 24, "files": {}}
-    digest = form.xxh3_128_hexdigest(form.canonical(body))
-    (path / form.MANIFEST).write_bytes(form.canonical({**body, "self": digest}))
+    sign(path, format=2)
     code, out, _ = shown("verify", run, "step-00000024")
     first, *below = out.splitlines()
     assert code == 2

@@ -56,16 +56,6 @@ def test_a_text_is_continued(run, shown):
     assert (code, found["prompt"], found["tokens"]) == (0, "Article 3", 4)
 
 
-def test_each_line_of_stdin_is_a_message_of_one_conversation(run, shown, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\r\nthree"))
-    code, out, _ = shown("generate", run, "--chat", "--max-new-tokens", 2, "--json")
-    assert code == 0
-    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "two", "three"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
-    assert shown("generate", run, "--chat", "--max-new-tokens", 2)[0] == 0
-    assert shown("generate", run, "one", "--chat", "--max-new-tokens", 2)[0] == 0
-
-
 def test_chat_is_the_short_form_of_generate_chat(run, shown, monkeypatch):
     said = []
     for command in (["chat", run], ["generate", run, "--chat"]):

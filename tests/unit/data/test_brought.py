@@ -49,52 +49,15 @@ def tokenizer(tmp_path_factory):
     return chats.make(tmp_path_factory.mktemp("brought") / "tokenizer", "chatml")
 
 
-def test_a_message_of_weight_0_is_context():
-    row = {
-        "messages": [USER, answer("wrong guess", weight=0), USER, answer("right answer", weight=1)]
-    }
-    assert trained(row) == ["right answer"]
-    assert trained({"messages": [USER, answer("No.", weight=False), USER, answer("Yes.")]}) == [
-        "Yes."
-    ]
-    shared = [
-        {"from": "human", "value": "Q?"},
-        {"from": "gpt", "value": "No.", "weight": 0},
-        {"from": "human", "value": "Q?", "weight": 1},
-        {"from": "gpt", "value": "Yes.", "weight": 1.0},
-    ]
-    assert trained({"conversations": shared}, "conversations") == ["Yes."]
-    assert trained(
-        {"messages": [USER, answer("x", weight="0"), USER, answer("y", train="true")]}
-    ) == ["y"]
-    for weight in (2, 0.5, -1, "2", [1]):
+def test_a_weight_of_another_type_means_the_same_or_is_refused():
+    """Numbers are on the page of rows."""
+    messages = [USER, answer("No.", weight=False), USER, answer("Yes.", weight=1.0)]
+    assert trained({"messages": messages}) == ["Yes."]
+    messages = [USER, answer("x", weight="0"), USER, answer("y", train="true")]
+    assert trained({"messages": messages}) == ["y"]
+    for weight in (2, -1, "2", [1]):
         with pytest.raises(BadRowError, match="only 0"):
             trained({"messages": [USER, answer("x", weight=weight)]})
-
-
-def test_a_local_folder_has_the_splits_of_its_readme(tmp_path):
-    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
-    for split, count in (("train", 300), ("test", 100), ("validation", 50)):
-        rows = [{"text": f"{split} document {n}"} for n in range(count)]
-        corpus.write_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet", rows, group=60)
-        card += f"  - split: {split}\n    path: data/{split}-*\n"
-    for readme in (f"{card}---\n", "# no configs: the names say it\n"):
-        (tmp_path / "README.md").write_text(readme)
-        for split, count in (("train", 300), ("test", 100), ("validation", 50)):
-            found = texts(tmp_path, split=split)
-            assert len(found) == count
-            assert all(text.startswith(f"{split} document") for text in found)
-        with pytest.raises(UserError, match=r"data\.sources\.0\.split = nonsense"):
-            texts(tmp_path, split="nonsense")
-
-
-def test_folders_named_by_splits_hold_them(tmp_path):
-    for split in ("train", "dev"):
-        corpus.write_jsonl(
-            tmp_path / split / "rows.jsonl", [{"text": f"{split} {n}"} for n in range(9)]
-        )
-    assert texts(tmp_path, split="validation") == [f"dev {n}" for n in range(9)]
-    assert texts(tmp_path) == [f"train {n}" for n in range(9)]
 
 
 def test_a_run_that_began_with_all_files_keeps_its_manifest(tmp_path, tokenizer):
@@ -136,19 +99,14 @@ def test_the_history_of_alpaca_rows_comes_before_the_instruction():
 
 def test_an_older_function_call_is_a_tool_call():
     call = {"name": "get_weather", "arguments": '{"town": "Hue"}'}
-    row = {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            answer("Let me look.", function_call=call),
-            {"role": "function", "name": "get_weather", "content": "warm"},
-            answer(None, function_call=json.dumps(call)),
-        ],
-        "functions": [{"name": "get_weather"}],
-    }
+    calls = [
+        answer("Let me look.", function_call=call),
+        answer(None, function_call=json.dumps(call)),
+    ]
+    row = {"messages": [USER, *calls], "functions": [{"name": "get_weather"}]}
     found = to_example(json.dumps(row), "messages")
     called = {"type": "function", "function": {"name": "get_weather", "arguments": {"town": "Hue"}}}
-    assert [m.get("tool_calls") for m in found.messages] == [None, [called], None, [called]]
-    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [m.get("tool_calls") for m in found.messages] == [None, [called], [called]]
     assert found.tools == [{"type": "function", "function": {"name": "get_weather"}}]
     assert "function_call" not in found.messages[1]
     for bad in ("look", 5, {"arguments": "{}"}):

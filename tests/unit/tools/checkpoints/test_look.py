@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from helpers.checkpoints import CONFIG, RUN, flip, save, saved_run
+from helpers.damage import sign
 from helpers.ranks import ROOT
 from helpers.runs import start_line, status, write_run
 
@@ -258,10 +259,7 @@ def test_a_path_is_no_name_of_a_checkpoint(run, name):
 
 
 def test_one_of_a_newer_format_is_a_problem_of_its_own(run):
-    path = newest(run) / form.MANIFEST
-    body = {"format": 2, "run_id": RUN, "step": 24, "files": {}}
-    digest = form.xxh3_128_hexdigest(form.canonical(body))
-    path.write_bytes(form.canonical({**body, "self": digest}))
+    sign(newest(run), format=2)
     (one,) = verify(run, "step-00000024")
     assert "format 2" in str(one.problems[0].value)
     assert one.other_format
@@ -278,10 +276,7 @@ def test_one_whose_state_is_of_a_newer_format_is_not_called_valid(run):
 
 
 def test_one_whose_manifest_lists_no_file_is_damaged(run):
-    body = {"format": 1, "run_id": RUN, "step": 24, "files": {}}
-    digest = form.xxh3_128_hexdigest(form.canonical(body))
-    path = newest(run) / form.MANIFEST
-    path.write_bytes(form.canonical({**body, "self": digest}))
+    sign(newest(run), files={})
     (one,) = verify(run, "step-00000024")
     assert [(wrong.key, wrong.value) for wrong in one.problems] == [
         (form.MANIFEST, "lists no file")

@@ -356,12 +356,6 @@ def test_a_variable_that_a_launcher_left_is_named(tmp_path):
         machine.environment(case(tmp_path, env=env))
 
 
-def test_what_contradicts_the_config_is_refused_as_at_a_start(tmp_path):
-    env = {"ACCELERATE_MIXED_PRECISION": "fp16"}
-    with pytest.raises(UserError, match="fp16"):
-        machine.environment(case(tmp_path, env=env))
-
-
 def test_under_a_launcher_it_says_so():
     looked = machine.environment(case(env={"LOCAL_RANK": "0", "WORLD_SIZE": "1"}))
     assert looked.state == "warning"

@@ -141,45 +141,8 @@ def test_a_file_that_starts_something_else_is_refused(tmp_path, text, processes,
     assert refused(tmp_path, text, processes) == keys
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("distributed_type: MULTI_CPU\nnum_processes: 2\n", ["MULTI_CPU", "MULTI_GPU"]),
-        ("distributed_type: FSDP\nnum_processes: 2\n", ["fsdp_version = 1", "flat tensor"]),
-        (FSDP + "  fsdp_use_orig_params: true\n", ["fsdp_use_orig_params", "FSDP1"]),
-        (ZERO + "  deepspeed_config_file: ds.json\n", ["config of the run"]),
-        (FSDP + HSDP.replace("shard_size: 2", "shard_size: 1"), ["hsdp, 2 × 1", "strategy=ddp"]),
-    ],
-)
-def test_a_refusal_says_what_was_found_and_what_to_do(tmp_path, text, words):
-    with pytest.raises(UserError) as caught:
-        read(tmp_path, text)
-    for word in words:
-        assert word in str(caught.value)
-
-
 def test_a_mesh_is_that_of_the_processes(tmp_path):
     assert read(tmp_path, FSDP + HSDP, 4).environment["LOCAL_WORLD_SIZE"] == "4"
-
-
-@pytest.mark.parametrize(
-    ("override", "text", "key"),
-    [
-        ("distributed.strategy=ddp", FSDP, "distributed.strategy"),
-        ("distributed.strategy=zero3", FSDP, "distributed.strategy"),
-        ("distributed.strategy=fsdp2_offload", FSDP, "distributed.strategy"),
-        ("distributed.strategy=hsdp", FSDP, "distributed.strategy"),
-        ("distributed.strategy=hsdp", TWO, "distributed.strategy"),
-        ("distributed.strategy=fsdp2", ZERO, "distributed.strategy"),
-        ("training.max_grad_norm=2.0", ZERO + "  gradient_clipping: 1.0\n", "gradient_clipping"),
-        ("training.precision=fp32", TWO + "mixed_precision: bf16\n", "training.precision"),
-        ("training.global_batch_size=3", TWO, "training.global_batch_size"),
-    ],
-)
-def test_a_config_that_the_file_contradicts_is_refused(tmp_path, override, text, key):
-    env, config = read(tmp_path, text).environment, loaded(tmp_path, override)
-    (problem,) = launch_problems(env, {}, config.distributed, config.training)
-    assert problem.key == key
 
 
 @pytest.mark.parametrize("more", ["machine_rank: 1\n", "rdzv_backend: c10d\n"])
