@@ -61,6 +61,8 @@ def test_401_documents_on_three_processes_end_at_the_same_step_on_all(runs):
     for run_dir in runs.values():
         found = status(run_dir)
         assert (found["state"], found["reason"]) == ("finished", "data_ended")
+        for kind in ("eval", "checkpoint"):
+            assert lines(run_dir, kind)[-1]["step"] == found["step"]
     steps = {status(run_dir)["step"] for run_dir in runs.values()}
     assert len(steps) == 1
     assert min(steps) > 3

@@ -124,6 +124,19 @@ def test_a_plan_that_fits_nowhere_is_refused_with_what_would_help(server, tmp_pa
     assert status(tmp_path / "run")["strategy"] is None
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_rank_that_would_end_a_sample_earlier_ends_it_with_the_others(server, tmp_path, strategy):
+    """Each forward waits for all ranks; alone, rank 1 would have gone on to train."""
+    made = config(tmp_path / "run", strategy)
+    made["distributed"]["timeout_minutes"] = 0.2
+    path = str(write_config(tmp_path, made))
+    arguments = ["call", "helpers.odd_ranks", "with_bad_samples", "1", path]
+    assert server.run(arguments, 2, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()
+    found = lines(tmp_path / "run", "sample")
+    assert [one["step"] for one in found] == [0, 3, 6]
+    assert all(one["text"] for one in found)
+
+
 def test_the_plan_is_compared_with_the_measured_peak(straight):
     (found,) = [one for one in lines(straight, "event") if one["event"] == "memory_compared"]
     (start,) = lines(straight, "start")

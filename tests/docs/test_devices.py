@@ -20,8 +20,9 @@ COMMANDS = {
     re.findall(r"accelerate_configs/(\w+)\.yaml", line)[0]: line
     for line in pages.command_lines(FENCE.text)
 }
-# The others launch as these do; tests/distributed/test_accelerate_configs.py says what differs.
-SOME = ("fsdp2", "zero2")
+STEPS = 4
+# The others differ from these in what a single machine without a GPU does not do.
+SOME = ("cpu", "fsdp2", "zero2")
 
 
 def test_there_is_a_line_for_every_file():
@@ -29,20 +30,44 @@ def test_there_is_a_line_for_every_file():
     assert len(COMMANDS) == len(pages.command_lines(FENCE.text))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in COMMANDS],
-)
-def test_a_launch_file_is_rehearsed_on_cpus(name, tmp_path):
-    for folder in ("configs", "accelerate_configs", "scripts"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    line = f"{COMMANDS[name]} training.steps=2 evaluation.prompts=[]"
+def rehearse(folder, name):
+    """The run directory of the line with this file, shortened, and the losses of its steps."""
+    for linked in ("configs", "accelerate_configs", "scripts"):
+        (folder / linked).symlink_to(ROOT / linked)
+    line = f"{COMMANDS[name]} training.steps={STEPS} logging.every_steps=1 evaluation.prompts=[]"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = run(["bash", "-c", line], tmp_path, PATH=path)
+    ended = run(["bash", "-c", line], folder, PATH=path)
     assert ended.returncode == 0, ended.stderr
-    run_dir = tmp_path / "runs" / f"cpu_{name}"
+    run_dir = folder / "runs" / f"cpu_{name}"
     assert status(run_dir)["state"] == "finished"
     assert ended.stdout.splitlines()[-1] == f"runs/cpu_{name}/report.html"
+    return run_dir, [line["loss"] for line in lines(run_dir, "train")]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    run_dir, losses = rehearse(tmp_path_factory.mktemp("single"), "single")
     (start,) = lines(run_dir, "start")
-    expected = "ddp" if name in ("cpu", "single") else name.removesuffix("_multinode")
+    assert (start["strategy"], start["world_size"]) == ("ddp", 1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME))
+        for name in COMMANDS
+        if name != "single"
+    ],
+)
+def test_a_launch_file_is_rehearsed_on_cpus(name, tmp_path, single):
+    """It trains what it says, with the losses of one process."""
+    run_dir, losses = rehearse(tmp_path, name)
+    (start,) = lines(run_dir, "start")
+    expected = "ddp" if name == "cpu" else name.removesuffix("_multinode")
     assert start["strategy"] == expected
+    assert start["world_size"] == (4 if expected == "hsdp" else 2)
+    assert len(set(single)) == STEPS
+    assert losses == pytest.approx(single, rel=0, abs=1e-5)
+    said_offload = "rehearsed without offload" in (run_dir / "logs" / "rank-0.log").read_text()
+    assert said_offload == (name == "fsdp2_offload")  # torch needs a device for it

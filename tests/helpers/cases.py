@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers.config import SMALLEST, loaded
 
-from llmtrain.tools.doctor.context import DoctorContext
+from llmtrain.tools.doctor.context import DoctorContext, Verdict
 from llmtrain.tools.launch.file import LaunchFile
 
 SMALL = """\
@@ -36,3 +36,11 @@ def case(
     own = {**os.environ, **(env or {})}
     wall = time.time() - clock_was_set_by  # noqa: TID251  # a time stamp
     return DoctorContext(config, file, own, wall, time.monotonic())
+
+
+def says(looked: Verdict, state: str, *found: str, remedy: str = "") -> None:
+    """The line of a check has this state, and these words in what was found and in the remedy."""
+    assert looked.state == state, looked.found
+    for words in found:
+        assert words in looked.found
+    assert remedy in looked.remedy

@@ -81,7 +81,8 @@ CORE: dict[str, tuple[str, ...]] = {
         "[ddp-one]",
     ),
     "SIGTERM and STOP": (
-        "distributed/test_stop.py::test_one_request_stops_all_ranks[TERM to all]",
+        "faults/test_stops.py::"
+        "test_f39_signals_to_one_rank_or_to_all_once_or_fifty_times_are_one_agreed_stop",
         "faults/test_stops.py::test_f40_a_stop_file_ends_the_run_and_is_deleted",
     ),
     "refused launches": (

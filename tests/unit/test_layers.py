@@ -146,21 +146,31 @@ def test_help_loads_no_heavy_package():
     assert loaded == []
 
 
+STREAM = "import llmtrain.data.stream"
+SHOWING = """\
+import llmtrain.cli.watch, llmtrain.report.compare, llmtrain.tools.launch.library
+from llmtrain import Result, Run, open_run
+from llmtrain.rundir import contents, failures, goodput, lock, record, status
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        (SHOWING, "torch numpy accelerate"),
+        ("import llmtrain.training.stop", "torch numpy pydantic accelerate"),
+        ("import llmtrain.tools.launch.supervise", "torch numpy pydantic yaml psutil"),
+        (STREAM, "torch transformers accelerate datasets huggingface_hub pandas"),
+        ("import llmtrain.data.tokens.tokenizer", "tokenizers"),
+    ],
+)
 @pytest.mark.launches
-def test_reports_runs_and_status_load_no_torch():
-    code = (
-        "import sys, llmtrain, llmtrain.cli.watch, llmtrain.report.compare\n"
-        "from llmtrain import Result, Run, open_run\n"
-        "import llmtrain.tools.launch.library\n"
-        "from llmtrain.rundir import contents, failures, goodput, lock, record, status\n"
-        "assert not {'torch', 'numpy', 'accelerate'} & sys.modules.keys()\n"
-    )
+def test_importing_it_loads_nothing_heavy(code, heavy):
+    code += f"\nimport sys; assert not set({heavy.split()}) & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # The shape of the package, by syntax trees: what a reader has to open and to keep in mind.
-
-
 PACKAGE = Path(__file__).parents[2] / "llmtrain"
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # Private names of torch, accelerate, transformers, deepspeed and CPython are used here alone.

@@ -59,23 +59,6 @@ def test_people_get_lines_of_80_columns_and_a_count(tmp_path):
     assert "\033" not in done.stdout
 
 
-@pytest.mark.launches
-def test_an_unknown_name_is_code_2_with_the_names():
-    done = run("--skip", "memori")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "all-reduce" in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.launches
-def test_what_is_skipped_has_no_line():
-    done = run("--json", *FAST, "--skip", "rendezvous")
-    names = {check["name"] for check in json.loads(done.stdout)["checks"]}
-    assert done.returncode == 0
-    assert not names & {"all-reduce", "devices", "compiler", "rendezvous"}
-
-
 def test_a_diagnosis_is_json_with_the_four_fields_and_fails_by_an_error_alone(monkeypatch, capsys):
     memory = ("memory", Verdict("warning", "little", "buy some"))
     disk = ("disk", Verdict("error", "full", "make room"))

@@ -402,8 +402,6 @@ def test_every_launch_file_means_the_same_in_both_yaml_versions(path):
 
 
 # A hint is tried before a person does: it is refused neither by its own rule nor by another one.
-
-
 BAD = {
     "batch and micro-batch": ("training.global_batch_size=10", "training.micro_batch_size=4"),
     "batch below the micro-batch": ("training.global_batch_size=4", "training.micro_batch_size=8"),

@@ -156,8 +156,6 @@ def test_sources_that_have_ended_leave_their_blocks_to_the_others_by_weight():
 
 
 # Conversations through the lanes, the held-out set and epochs, against the template alone.
-
-
 COUNT = 60
 SEQ_LEN = 256  # of `chats.data_of`
 

@@ -278,8 +278,6 @@ def test_single_gives_the_same_blocks_from_every_cursor():
 
 
 # Failures of other libraries between text and blocks: borders, control tokens, targets.
-
-
 SEQ_LEN = 16
 LENGTHS = [9, 40, 5, 17, 2, 16, 33, 60, 12, 7, 3, 18, 25, 8]  # tokens, the end of text included
 

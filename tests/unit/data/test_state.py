@@ -101,8 +101,6 @@ def test_another_order_begins_at_its_beginning(manifests):
 
 
 # Failures of other libraries at a resume: what was lost, repeated or out of order there.
-
-
 STEPS = 100
 
 

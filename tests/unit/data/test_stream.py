@@ -396,16 +396,6 @@ def test_the_cost_of_a_world_size_that_does_not_divide_the_lanes_is_known():
     assert discard_factor(9, 0, 24) == 3
 
 
-@pytest.mark.launches
-def test_a_data_worker_needs_neither_torch_nor_transformers():
-    code = (
-        "import sys, llmtrain.data.stream as s\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'huggingface_hub', 'pandas'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_the_rolling_digest_is_the_hash_of_both_numbers():
     both = bytes([1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0])
     assert roll(1, 2) == xxhash.xxh3_64_intdigest(both)

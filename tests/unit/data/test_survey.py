@@ -316,8 +316,6 @@ def test_a_source_of_text_files_says_once_that_each_line_is_a_document(place, ca
 
 
 # Sources of conversations: found by their columns, refused where something does not fit.
-
-
 QUESTIONS = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(20)]
 PAIRS = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(20)]
 

@@ -133,8 +133,6 @@ def test_no_signal_of_a_stop_ends_a_worker_not_even_before_it_can_ignore_it():
 
 
 # Failures of other libraries where ranks share a stream: rows that two get, or none.
-
-
 STEPS = 60
 WORLD_SIZE = 4
 

@@ -250,8 +250,6 @@ def test_a_command_that_works_passes(line):
 
 
 # The tables of docs/guides/coming-from.md agree with the program, and their tests exist.
-
-
 COMING_FROM = (ROOT / "docs" / "guides" / "coming-from.md").read_text("utf-8")
 
 
@@ -302,8 +300,6 @@ def test_the_message_is_that_of_the_program(monkeypatch):
 
 
 # The messages of docs/guides/wrong.md are those of the program.
-
-
 WRONG = (ROOT / "docs" / "guides" / "wrong.md").read_text("utf-8")
 _JOINED = re.compile(r'"\s*\n\s*f?"')  # two literals that Python joins
 
@@ -344,8 +340,6 @@ def test_the_first_message_is_that_of_the_program(monkeypatch):
 
 
 # The tables of the page on rows: each row is tried, and becomes what the page says.
-
-
 ROWS_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "rows.md"
 LETTERS = {
     "U": '{"role": "user", "content": "Hi?"}',
@@ -417,8 +411,6 @@ def test_a_row_becomes_what_the_page_says(tmp_path, tokenizer, row, told, suffix
 
 
 # The pictures of README and of the pages: they exist, are small, and are shown somewhere.
-
-
 PICTURES = sorted((ROOT / "docs" / "images").iterdir())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -303,8 +303,6 @@ def test_an_evaluation_of_one_source_has_names_of_its_own(tmp_path, fake, events
 
 
 # MLflow and trackio with real stores in `tmp_path`, and without a network.
-
-
 FLAT_CONFIG = {
     "run.dir": "runs/a",
     "optimizer.learning_rate": 0.1,

@@ -83,15 +83,6 @@ def assert_close(one, other, relative):
         assert float((gradient - other[name]).abs().max()) <= relative * max(most, 1e-3), name
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other on busy cores make small models a hundred times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def ids():
     return made_up_batch(len(STARTS), SEQ_LEN, VOCABULARY, CPU)
@@ -545,8 +536,6 @@ def test_only_kernels_of_cuda_need_cuda(asked):
 
 
 # Positions and borders of a micro-batch, by hand; conversations of a block, each alone.
-
-
 BORDERS = [np.array([0, 3], np.int32), np.array([0], np.int32)]
 
 

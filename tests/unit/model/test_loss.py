@@ -347,14 +347,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build_routed(kind, **more):
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**SMALL_ROUTED, **MODELS[kind], **more})

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
 from llmtrain.model import attention
-from llmtrain.model.attention import document_tensors, padding_tensors
+from llmtrain.model.attention import document_tensors
 from llmtrain.model.loss import LossModule
 from llmtrain.training.start.trials import bare_forward, check_documents_apart, check_padding
 
@@ -53,14 +53,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 SHORT = np.array([0, 24, 48, 72])  # four documents of 24 tokens
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(kind, fields, scale=3.0):
@@ -116,22 +108,6 @@ def test_short_and_long_documents_of_a_row_and_of_a_batch_are_as_alone(kind):
         assert furthest(one, other) < 1e-6
     together = plain(ids, position_ids=documents["position_ids"], use_cache=False).logits
     assert furthest(together[0], right[0]) > 1e-3  # so the test can fail
-
-
-@torch.no_grad()
-def test_rows_that_are_padded_on_the_right_are_as_alone():
-    """Padding has position 0, so that it makes no row longer."""
-    ids, lengths = some_ids(3), [20, 32, 90]
-    plain, model = build("llama", MODELS["llama"]), build("llama", MODELS["llama"])
-    attention.rope_by_document(model)
-    labels = np.full(ids.shape, -100)
-    for row, length in enumerate(lengths):
-        labels[row, [0, length - 1]] = 1
-    given = padding_tensors(labels, CPU, by_length=True, routed=False)
-    got = model(ids, use_cache=False, **given).logits
-    for row, length in enumerate(lengths):
-        right = alone(plain, ids[row, :length], np.array([0]))
-        assert furthest(got[row, :length], right) < 1e-6
 
 
 def test_the_gradient_is_that_of_each_document_alone():

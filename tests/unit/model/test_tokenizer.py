@@ -163,8 +163,6 @@ def test_every_id_is_below_the_length_of_a_tokenizer(tmp_path):
 
 
 # Rows of embeddings: what they grow by, for every kind of head, without a random number.
-
-
 NARROW = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 NARROW |= {"intermediate_size": 12, "vocab_size": 50, "pad_token_id": 0}
 KINDS: dict[str, Any] = {

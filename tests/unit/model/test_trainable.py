@@ -58,6 +58,7 @@ BASE = Base("a/b", "1f3c0123456789ab", None)
 KINDS = ("lora", "dora", "rslora")
 
 # peft asks a model for what has another name now; a run does not load adapters through it.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 def asked(kind="lora", **fields):
@@ -100,7 +101,6 @@ def written(model, folder):
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "kind", "tokens"),
     [
@@ -125,7 +125,6 @@ def test_peft_loads_what_is_saved_as_it_is(tmp_path, name, kind, tokens):
     assert not torch.allclose(logits(model), logits(bare(name)), atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_every_linear_layer_but_the_head_has_an_adapter():
     for name in ("tied", "untied", "gpt2"):
         model = bare(name)
@@ -138,7 +137,6 @@ def test_every_linear_layer_but_the_head_has_an_adapter():
         assert trainable.adapted_layers(model) == every
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base():
     for kind in KINDS:
         model, before = bare(), bare()
@@ -150,7 +148,6 @@ def test_only_adapters_are_trained_and_the_first_output_is_that_of_the_base():
         assert torch.allclose(logits(model), logits(before), atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_those_of_weights_changed_by_hand(kind):
     model, by_hand = adapted("untied", kind), bare("untied")
@@ -166,7 +163,6 @@ def test_outputs_are_those_of_weights_changed_by_hand(kind):
     assert torch.allclose(logits(model), logits(by_hand), atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_frozen_base_is_held_in_bf16_and_ties_stay():
     model = bare("tied")
     exact = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -182,7 +178,6 @@ def test_a_frozen_base_is_held_in_bf16_and_ties_stay():
     assert torch.equal(lengths, weight.norm(dim=1))  # of the exact weights
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_meta_it_is_the_same_model(kind):
     for name, tokens in (("tied", ()), ("untied", (5, 7)), ("tied", (5, 7))):
@@ -197,7 +192,6 @@ def test_on_meta_it_is_the_same_model(kind):
             assert found[key].requires_grad == one.requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_patterns_match_names_and_their_ends():
     model = bare()
     assert {name.rpartition(".")[2] for name in trainable.find_targets(model, "*_proj")} == LINEAR
@@ -210,7 +204,6 @@ def test_patterns_match_names_and_their_ends():
     }
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names():
     with pytest.raises(UserError) as raised:
         trainable.attach(bare(), asked(targets=["q_projj", "o_proj", "fc1"]))
@@ -221,20 +214,17 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest_names():
     assert second.value == "fc1"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_part_of_a_name_is_no_pattern_of_it():
     with pytest.raises(UserError, match="nearest: "):
         trainable.find_targets(bare(), "proj")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens", "model.layers.0.mlp"])
 def test_naming_what_gets_no_adapter_is_refused(named):
     with pytest.raises(UserError, match="get no adapter"):
         trainable.find_targets(bare(), named)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_layers_whose_weights_a_kernel_reads_get_no_adapter():
     """The kernels of a state-space mixer take the weights themselves, and would ignore adapters."""
     small = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
@@ -247,7 +237,6 @@ def test_layers_whose_weights_a_kernel_reads_get_no_adapter():
         trainable.find_targets(model, "x_proj")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(name, caplog):
     model = bare(name)
@@ -265,7 +254,6 @@ def test_routers_and_stacked_experts_are_left_out_and_their_share_is_told(name, 
     assert f"routers and stacked experts, {share:.0f} % of the weights, have none" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean_experts():
     model = bare("qwen3_moe")
     named = [name for name, _ in model.named_modules() if name.endswith("up_proj")]
@@ -275,7 +263,6 @@ def test_a_dense_layer_named_as_experts_once_were_is_left_out_as_peft_would_mean
         trainable.find_targets(model, "up_proj")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head():
     before, model = bare("tied"), adapted("tied", tokens=(3, 60))
     held = state.named_tensors(model)
@@ -294,7 +281,6 @@ def test_trained_rows_of_tokens_serve_the_embedding_and_a_tied_head():
     assert torch.allclose(scores[[3, 60]], (hidden @ rows.T)[0])
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_untied_head_trains_its_own_rows():
     names = [
         name for name in state.named_tensors(adapted("untied", tokens=(3,))) if "token" in name
@@ -302,7 +288,6 @@ def test_an_untied_head_trains_its_own_rows():
     assert [name.split(".")[-3] for name in names] == ["embed_tokens", "lm_head"]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
     assert model.lm_head.bias is not None
@@ -311,7 +296,6 @@ def test_a_head_with_a_bias_trains_no_rows_as_they_would_lose_it():
     assert "embed_tokens" in name
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_loss_module_shows_accelerate_no_wrapped_embedding():
     module = LossModule(adapted("tied", tokens=(3,)))
     assert module.get_input_embeddings() is None
@@ -320,7 +304,6 @@ def test_a_loss_module_shows_accelerate_no_wrapped_embedding():
     assert plain.get_input_embeddings() is plain.model.model.embed_tokens
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_the_files_name_the_base_and_layers_by_their_ends():
     files = trainable.adapter_files(adapted("untied", "dora", dropout=0.25), BASE)
     settings = json.loads(files["adapter_config.json"])
@@ -335,7 +318,6 @@ def test_the_files_name_the_base_and_layers_by_their_ends():
     assert trainable.short_names(some) == ["model.layers.1.self_attn.q_proj"]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_adapter_of_another_base_is_refused():
     saved = trainable.adapter_files(adapted(), BASE)["adapter.json"]
     trainable.refuse_other_base(saved, BASE, "step-00000004")
@@ -352,7 +334,6 @@ def test_an_adapter_of_another_base_is_refused():
     )
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not():
     was = Base("/old", None, "aa")
     saved = json.dumps({"base": asdict(was)}).encode()
@@ -361,7 +342,6 @@ def test_a_directory_that_was_moved_is_the_same_base_and_a_changed_one_is_not():
         trainable.refuse_other_base(saved, replace(was, digest="bb"), "step-00000004")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_census_counts_adapters_and_what_is_trained(kind):
     model = bare("tied")
@@ -386,7 +366,6 @@ def test_the_census_counts_adapters_and_what_is_trained(kind):
     assert (rows.embedding, rows.head, rows.token_rows) == (plain.embedding, plain.head, 2)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_no_adapter_leaves_a_model_as_it_is():
     model = bare()
     trainable.attach(model, AdapterConfig())
@@ -396,7 +375,6 @@ def test_no_adapter_leaves_a_model_as_it_is():
     )
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_generation_is_the_same_with_activation_checkpointing(checkpointing):
     texts = []
@@ -413,7 +391,6 @@ def test_generation_is_the_same_with_activation_checkpointing(checkpointing):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_path):
     from llmtrain.config.schema import ModelConfig
 

@@ -87,17 +87,6 @@ def test_a_long_run_stays_small(tmp_path):
     assert write_report(run).stat().st_size < 350_000
 
 
-def test_a_run_without_a_step_has_a_page(tmp_path):
-    page = write_report(runs.write_run(tmp_path, [runs.start_line(0)])).read_text(encoding="utf-8")
-    assert "There is no line of a step yet." in page
-    assert "script-src 'none'" in page.replace("&#39;", "'")
-
-
-def test_only_a_directory_with_a_record_is_a_run(tmp_path):
-    with pytest.raises(UserError, match=r"metrics\.jsonl"):
-        write_report(tmp_path)
-
-
 def test_keys_are_shown_with_who_set_them(tmp_path):
     start = runs.start_line(0) | {"set": {"training.steps": "command line", "run.dir": "file"}}
     text = "training:\n  steps: 7\nrun:\n  dir: runs/mine\n"
@@ -166,8 +155,6 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left_there(tmp_p
 
 
 # Whatever a run directory has in it, `llmtrain report` writes a page or says why it cannot.
-
-
 CONFIG = (ROOT / "configs" / "quickstart.yaml").read_text()
 START, ONE = runs.start_line(0), runs.train_line(1)
 KEPT = ("kind", "time", "step")
@@ -357,8 +344,6 @@ def test_runs_with_other_tokenizers_are_compared_by_bits_per_byte(tmp_path, good
 
 
 # The colours of a report: apart for everybody, and legible.
-
-
 CSS = (Path(llmtrain.report.__file__).parent / "style.css").read_text(encoding="utf-8")
 CURVES = ("c0", "c1", "c2", "c3")
 # Machado, Oliveira and Fernandes (2009), severity 1.0, for linear RGB.

@@ -156,10 +156,6 @@ def test_a_line_without_kind_time_or_step_is_no_line_of_a_record(tmp_path, caplo
     assert [str(line) in caplog.text for line in bad] == [True] * 4
 
 
-def test_no_file_means_no_record(tmp_path):
-    assert record(tmp_path) == []
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_path, replaced):
     path = tmp_path / METRICS
@@ -234,8 +230,6 @@ def test_a_file_that_is_not_there_has_no_lines(tmp_path):
 
 
 # Records of long runs: what is read of them takes little memory, and is what stands in them.
-
-
 COUNT = 12_000  # 5.5 MB
 
 
@@ -321,15 +315,6 @@ def test_columns_are_joined_by_step(tmp_path):
     assert both == [(2, 2.0, 3.0), (4, 5.0, 6.0)]
     assert tables.numbers("a") == [(1, 1.0), (2, 2.0), (4, 5.0)]
     assert tables.numbers("a")[-2:] == [(2, 2.0), (4, 5.0)]
-
-
-@pytest.mark.parametrize("torn", ["", "x", "x" * 3_000_000])
-@pytest.mark.parametrize("whole", ["", '{"a": 1}\n', '{"a": "' + "y" * 3_000_000 + '"}\n'])
-def test_a_torn_last_line_of_any_length_is_removed(tmp_path, whole, torn):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(whole + torn)
-    Lines(tmp_path).close()
-    assert path.read_text() == whole
 
 
 def test_a_long_record_is_followed_in_pieces(tmp_path):

@@ -307,8 +307,6 @@ def test_where_a_forward_cannot_be_counted_the_rest_is_planned(tmp_path, monkeyp
 
 
 # Accelerate files of a plan, beside those in accelerate_configs/.
-
-
 FILES = Path(__file__).parents[3] / "accelerate_configs"
 CPU = Hardware(2**33, None, 2, 1, cpu=True)
 

@@ -138,8 +138,6 @@ def test_a_token_of_one_source_that_is_not_finite_leaves_the_others_alone():
 
 
 # Ranks that hold a part of the weights each wait for each other in every forward.
-
-
 EOS = 0
 LETTERS = 5
 

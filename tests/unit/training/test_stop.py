@@ -373,17 +373,6 @@ def test_a_run_that_is_over_is_not_stopped_any_more():
         assert signals.reason is None
 
 
-@pytest.mark.launches
-def test_it_needs_the_standard_library_alone():
-    program = (
-        "import sys; before = set(sys.modules)\n"
-        "import llmtrain.training.stop\n"
-        "heavy = {'torch', 'numpy', 'pydantic', 'accelerate'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 @pytest.mark.parametrize(
     ("begun", "said"),
     [

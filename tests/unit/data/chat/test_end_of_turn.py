@@ -90,8 +90,6 @@ def test_what_precedes_an_answer_is_a_lead_or_a_header(end):
 
 
 # Templates in which not every turn of the assistant ends with the same token.
-
-
 EXAMPLE = to_example(json.dumps(ROW), "messages")
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
 CALLED = [

@@ -267,8 +267,6 @@ def test_one_object_a_line_where_texts_hold_every_line_end(tmp_path):
 
 
 # Where a row is, compared with the files themselves.
-
-
 ROWS = [row | {"id": f"row-{n}"} for n, row in enumerate(chats.rows_of(40))]
 
 

@@ -187,8 +187,6 @@ def test_names_in_a_listing_are_written_as_escapes(tmp_path):
 
 
 # The splits of a directory, against `datasets`.
-
-
 README = """---
 configs:
 - config_name: words

@@ -281,11 +281,6 @@ def test_the_small_tokenizers_are_what_their_program_writes(tmp_path):
 ARTICLES = [row["text"] for row in corpus.articles(20)]
 
 
-@pytest.fixture(scope="module")
-def chosen_small(tmp_path_factory):
-    return corpus.write_tokenizer(tmp_path_factory.mktemp("choice") / "small")
-
-
 @pytest.fixture(autouse=True)
 def log(caplog):
     caplog.set_level(logging.INFO, "llmtrain")
@@ -307,8 +302,8 @@ def hiding_an_entry(found):
     found["added_tokens"][0]["id"] = 259
 
 
-def test_tiktoken_is_taken_where_the_ids_are_equal(chosen_small, log):
-    assert choose_tokenizer(chosen_small, ARTICLES).backend == "tiktoken"
+def test_tiktoken_is_taken_where_the_ids_are_equal(small, log):
+    assert choose_tokenizer(small, ARTICLES).backend == "tiktoken"
     assert "tiktoken: ids equal those of tokenizers on 20 documents" in log.text
 
 
@@ -335,8 +330,8 @@ def test_one_that_does_not_convert_keeps_tokenizers_and_the_reason_is_said(tmp_p
     assert "with tokenizers, because its model is Unigram, not BPE" in log.text
 
 
-def test_an_entry_that_merges_do_not_lead_to_keeps_tokenizers(chosen_small, tmp_path, log):
-    directory = edited(chosen_small, tmp_path / "edited", hiding_an_entry)
+def test_an_entry_that_merges_do_not_lead_to_keeps_tokenizers(small, tmp_path, log):
+    directory = edited(small, tmp_path / "edited", hiding_an_entry)
     differing = [
         open_tokenizer(directory, name).encode("abc") for name in ("tokenizers", "tiktoken")
     ]
@@ -345,50 +340,42 @@ def test_an_entry_that_merges_do_not_lead_to_keeps_tokenizers(chosen_small, tmp_
     assert "its merges do not lead to the entry 'abc'" in log.text
 
 
-def test_a_pattern_that_leaves_characters_out_is_found_by_the_awkward_texts(
-    chosen_small, tmp_path, log
-):
-    directory = edited(
-        chosen_small, tmp_path / "edited", lambda d: splitting(d, r"[\p{L}\p{N}]+|\s+")
-    )
+def test_a_pattern_that_leaves_characters_out_is_found_by_the_awkward_texts(small, tmp_path, log):
+    directory = edited(small, tmp_path / "edited", lambda d: splitting(d, r"[\p{L}\p{N}]+|\s+"))
     assert choose_tokenizer(directory, []).backend == "tokenizers"
     assert "tiktoken gives other ids at" in log.text
 
 
-def test_what_only_a_document_shows_is_found_in_it(chosen_small, tmp_path, log):
+def test_what_only_a_document_shows_is_found_in_it(small, tmp_path, log):
     """tiktoken leaves out what its pattern does not match: here one word alone."""
-    directory = edited(
-        chosen_small, tmp_path / "edited", lambda d: splitting(d, r"(?!§§)[\s\S]|(?<=§)§")
-    )
+    directory = edited(small, tmp_path / "edited", lambda d: splitting(d, r"(?!§§)[\s\S]|(?<=§)§"))
     assert choose_tokenizer(directory, ARTICLES).backend == "tiktoken"
     assert choose_tokenizer(directory, [*ARTICLES, "a law §§ 3 and 4"]).backend == "tokenizers"
     assert "tiktoken gives other ids at 'a law §§" in log.text
 
 
-def test_a_pattern_that_tiktoken_cannot_read_keeps_tokenizers(chosen_small, tmp_path, log):
-    directory = edited(
-        chosen_small, tmp_path / "edited", lambda d: splitting(d, r"(?<name>a)\g<name>|.")
-    )
+def test_a_pattern_that_tiktoken_cannot_read_keeps_tokenizers(small, tmp_path, log):
+    directory = edited(small, tmp_path / "edited", lambda d: splitting(d, r"(?<name>a)\g<name>|."))
     assert choose_tokenizer(directory, ARTICLES).backend == "tokenizers"
     assert "with tokenizers, because" in log.text
 
 
-def test_a_back_end_that_fails_on_a_long_text_is_not_taken(chosen_small, monkeypatch, log):
+def test_a_back_end_that_fails_on_a_long_text_is_not_taken(small, monkeypatch, log):
     monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 1 << 20)
     monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 1 << 20)
-    assert choose_tokenizer(chosen_small, ARTICLES).backend == "tokenizers"
+    assert choose_tokenizer(small, ARTICLES).backend == "tokenizers"
     assert "tiktoken fails on 1048576 characters" in log.text
 
 
-def test_without_tiktoken_a_fresh_run_takes_tokenizers(chosen_small, monkeypatch, log):
+def test_without_tiktoken_a_fresh_run_takes_tokenizers(small, monkeypatch, log):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert choose_tokenizer(chosen_small, ARTICLES).backend == "tokenizers"
+    assert choose_tokenizer(small, ARTICLES).backend == "tokenizers"
     assert "tiktoken is not installed" in log.text
 
 
-def test_the_first_difference_is_shown_in_its_place(chosen_small, tmp_path):
+def test_the_first_difference_is_shown_in_its_place(small, tmp_path):
     one, other = (
-        open_tokenizer(chosen_small),
+        open_tokenizer(small),
         open_tokenizer(corpus.write_tokenizer(tmp_path / "o", 270)),
     )
     assert first_difference(one, one, ARTICLES) is None
@@ -411,8 +398,6 @@ def test_documents_to_compare_come_from_all_sources_in_turn(tmp_path):
 
 
 # Training a byte-level BPE.
-
-
 TEXTS = [f"The river number {n} flows past {n * n} houses; its water is cold." for n in range(300)]
 ODD = "naïve 東京 🦊\r\n\t\x00 \u2028  <|endoftext|> e\u0301 don't 1234567\n\n"
 PROGRAM = """
@@ -521,9 +506,3 @@ def test_fewer_entries_than_bytes_are_refused():
     with pytest.raises(UserError, match="at least 257"):
         train_bpe(TEXTS, 256)
     assert len(json.loads(train_bpe([], 257))["model"]["vocab"]) == 257
-
-
-@pytest.mark.launches
-def test_importing_the_module_does_not_import_tokenizers():
-    program = "import sys, llmtrain.data.tokens.tokenizer; sys.exit('tokenizers' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

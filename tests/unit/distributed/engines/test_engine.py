@@ -217,8 +217,6 @@ def test_replicas_compare_what_is_trained_and_once_the_frozen_base(monkeypatch):
 
 
 # The decisions of a step are the same, whether they are made on the device or on the host.
-
-
 AWKWARD = (0.0, 1e-300, 1e-12, 1.0, 1e76, 1.1579208923731618e77, 1e80, math.inf, math.nan)
 
 

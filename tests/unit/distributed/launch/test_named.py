@@ -146,8 +146,6 @@ def test_only_the_standard_library_is_imported(module):
 
 
 # The one table, read both ways: what a plan writes is what a rank of that launch reads.
-
-
 NAMED = [name for strategies in STRATEGIES.values() for name in strategies]
 
 

@@ -325,8 +325,6 @@ def test_trained_rows_of_a_head_need_a_copy_of_it_and_the_gradient_of_that():
 
 
 # The whole plan against an oracle that watches two steps, up to 8 billion parameters.
-
-
 DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
@@ -452,8 +450,6 @@ def test_the_oracle_counts_a_storage_once_and_until_it_is_gone():
 
 
 # What the table says of an optimizer's state, and what real optimizers keep.
-
-
 SHAPES = [(64, 65), (64, 64), (63, 65), (8,), (4096,), (1, 5000)]
 
 

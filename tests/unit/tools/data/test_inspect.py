@@ -200,14 +200,6 @@ def test_a_run_directory_is_looked_at_without_changing_it(place, tmp_path):
     assert after == before
 
 
-def test_a_config_that_the_run_would_refuse_is_refused(place, tmp_path):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    prepare(config_of(place, run_dir), run_dir, 1, None)
-    with pytest.raises(UserError, match=r"data\.seq_len = 64"):
-        inspect(config_of(place, run_dir, "data.seq_len=64"))
-
-
 def test_a_run_of_other_sources_does_not_limit_what_is_looked_at(place, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -308,8 +300,6 @@ def test_a_token_cache_is_counted_by_its_tokens(place, whole, tmp_path, packing)
 
 
 # `data inspect` of conversations: what is trained is marked, and counted as by hand.
-
-
 TOKENS = ("<|im_start|>", "<|im_end|>")
 # Reasoning is written of the last message alone, so history is not what was answered.
 REWRITES = (

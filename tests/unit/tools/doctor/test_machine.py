@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from helpers.cases import case
+from helpers.cases import case, says
 
 from llmtrain.errors import UserError
 from llmtrain.tools.doctor import machine
@@ -46,8 +46,7 @@ def bare_path(tmp_path, monkeypatch):
 
 def test_devices_compute_in_both_precisions():
     looked = machine.devices(case(env={"CUDA_VISIBLE_DEVICES": ""}))
-    assert looked.state == "ok"
-    assert f"{len(os.sched_getaffinity(0))} CPU core" in looked.found
+    says(looked, "ok", f"{len(os.sched_getaffinity(0))} CPU core")
     said = r"fp32 [\d,]+ and bf16 [\d,]+ GFLOP/s: precision auto is (fp32|bf16)$"
     assert re.search(said, looked.found)
 
@@ -55,18 +54,13 @@ def test_devices_compute_in_both_precisions():
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda env: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    looked = machine.devices(case())
-    assert looked.state == "warning"
-    assert "cannot use it" in looked.found
-    assert "build of torch" in looked.remedy
+    says(machine.devices(case()), "warning", "cannot use it", remedy="build of torch")
 
 
 def test_a_launch_file_for_gpus_on_a_machine_without_them_is_a_warning():
     env = {"CUDA_VISIBLE_DEVICES": ""}
     file = {"num_processes": 8, "use_cpu": False}
-    looked = machine.devices(case(launch=file, env=env))
-    assert looked.state == "warning"
-    assert "for 8 of them here" in looked.found
+    says(machine.devices(case(launch=file, env=env)), "warning", "for 8 of them here")
     assert machine.devices(case(launch={**file, "use_cpu": True}, env=env)).state == "ok"
 
 
@@ -105,19 +99,18 @@ def test_equal_gpus_stand_together(monkeypatch):
 )
 def test_what_is_wrong_with_a_gpu_is_said(tmp_path, monkeypatch, changes, state, found, remedy):
     pretended(monkeypatch, gpu(0), gpu(1, **changes))
-    looked = machine.devices(case(tmp_path, "training.precision=bf16"))
-    assert looked.state == state
-    assert found in looked.found
-    assert remedy in looked.remedy
+    says(machine.devices(case(tmp_path, "training.precision=bf16")), state, found, remedy=remedy)
 
 
 def test_a_gpu_is_needed_for_each_process_of_the_file(monkeypatch):
     pretended(monkeypatch, gpu(0), gpu(1))
     file = {"num_processes": 8, "num_machines": 2, "use_cpu": False}
-    looked = machine.devices(case(launch=file))
-    assert looked.state == "error"
-    assert "4 processes on this machine" in looked.found
-    assert "num_processes: 4" in looked.remedy
+    says(
+        machine.devices(case(launch=file)),
+        "error",
+        "4 processes on this machine",
+        remedy="num_processes: 4",
+    )
     assert machine.devices(case(launch={**file, "num_processes": 4})).state == "ok"
 
 
@@ -132,9 +125,7 @@ def test_little_shared_memory_for_several_gpus_is_a_warning(monkeypatch):
     pretended(monkeypatch, gpu(0), gpu(1))
     used = shutil.disk_usage("/")._replace(free=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: used)
-    looked = machine.limits(case())
-    assert looked.state == "warning"
-    assert "--shm-size" in looked.remedy
+    says(machine.limits(case()), "warning", remedy="--shm-size")
 
 
 def test_memory_says_what_is_there():
@@ -157,10 +148,7 @@ def test_a_low_limit_of_open_files_is_a_warning(limit):
     limit(resource.RLIMIT_NOFILE, min(4096, hard))
     assert machine.limits(case()).state == "ok"
     limit(resource.RLIMIT_NOFILE, 500)
-    looked = machine.limits(case())
-    assert looked.state == "warning"
-    assert "open files: 500" in looked.found
-    assert "ulimit -n" in looked.remedy
+    says(machine.limits(case()), "warning", "open files: 500", remedy="ulimit -n")
 
 
 def test_the_pins_are_of_tested_releases():
@@ -223,8 +211,7 @@ def test_the_installed_libraries_are_named():
 def test_another_release_than_the_tested_ones_is_said(installed, name, there, state):
     installed[name] = there
     looked = machine.versions(case())
-    assert looked.state == state
-    assert f"{name} {there}" in looked.found
+    says(looked, state, f"{name} {there}")
     assert (f"pip install '{name}" in looked.remedy) == (state != "ok")
 
 
@@ -237,9 +224,11 @@ def no_deepspeed(installed):
 def test_deepspeed_is_missed_only_where_it_is_asked_for(tmp_path):
     assert machine.versions(case()).state == "ok"
     assert machine.versions(case(tmp_path, "distributed.strategy=fsdp2")).state == "ok"
-    looked = machine.versions(case(tmp_path, "distributed.strategy=zero2"))
-    assert looked.state == "error"
-    assert "deepspeed>=0.19" in looked.remedy
+    says(
+        machine.versions(case(tmp_path, "distributed.strategy=zero2")),
+        "error",
+        remedy="deepspeed>=0.19",
+    )
     zero2 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
     assert machine.versions(case(launch=zero2)).state == "error"
 
@@ -274,9 +263,7 @@ def test_without_a_compiler_offload_is_an_error_that_names_it(
     for count, state in ((1, on_gpus), (0, on_a_cpu)):
         monkeypatch.setattr(machine, "gpus", lambda case, count=count: count)
         looked = machine.compiler(asked)
-        assert looked.state == state
-        assert "no C++ compiler (c++)" in looked.found
-        assert "no ninja in PATH" in looked.found
+        says(looked, state, "no C++ compiler (c++)", "no ninja in PATH")
         assert ("g++" in looked.remedy) == (state != "ok")
 
 
@@ -348,27 +335,29 @@ def test_a_clean_environment_is_ok_with_and_without_a_config(tmp_path):
 
 def test_a_variable_that_a_launcher_left_is_named(tmp_path):
     env = {"PMI_SIZE": "2"}
-    looked = machine.environment(case(env=env))
-    assert looked.state == "error"
-    assert "PMI_SIZE = 2" in looked.found
-    assert "unset PMI_SIZE" in looked.remedy
+    says(machine.environment(case(env=env)), "error", "PMI_SIZE = 2", remedy="unset PMI_SIZE")
     with pytest.raises(UserError, match="PMI_SIZE"):
         machine.environment(case(tmp_path, env=env))
 
 
 def test_under_a_launcher_it_says_so():
-    looked = machine.environment(case(env={"LOCAL_RANK": "0", "WORLD_SIZE": "1"}))
-    assert looked.state == "warning"
-    assert "by itself" in looked.remedy
+    says(
+        machine.environment(case(env={"LOCAL_RANK": "0", "WORLD_SIZE": "1"})),
+        "warning",
+        remedy="by itself",
+    )
 
 
 def test_variables_with_which_a_start_would_wait_for_others_are_an_error():
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "PATH": "/bin"}
     env |= {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
     looked = machine.environment(case(env=env))
-    assert looked.state == "error"
-    assert "would wait for rank 0 at 10.0.0.7:29500" in looked.found
-    assert "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT;" in looked.remedy
+    says(
+        looked,
+        "error",
+        "would wait for rank 0 at 10.0.0.7:29500",
+        remedy="unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT;",
+    )
     assert "by itself" in looked.remedy
 
 
@@ -378,10 +367,7 @@ def test_a_default_config_that_nobody_named_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(module, str(path))
     assert machine.default_file(case()).state == "ok"
     path.write_text("num_processes: 8\n")
-    looked = machine.default_file(case())
-    assert looked.state == "warning"
-    assert str(path) in looked.found
-    assert "--config_file" in looked.remedy
+    says(machine.default_file(case()), "warning", str(path), remedy="--config_file")
     assert machine.default_file(case(launch=HERE)).state == "ok"
 
 
@@ -392,9 +378,7 @@ def test_what_a_file_starts_is_said():
 
 
 def test_a_free_port_is_found_and_answers():
-    looked = machine.rendezvous(case())
-    assert looked.state == "ok"
-    assert "is free and answers" in looked.found
+    says(machine.rendezvous(case()), "ok", "is free and answers")
 
 
 def test_a_machine_without_ports_is_an_error(monkeypatch):
@@ -404,34 +388,32 @@ def test_a_machine_without_ports_is_an_error(monkeypatch):
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    broken = run_check(lambda: machine.rendezvous(case()))
-    assert broken.state == "error"
-    assert "Cannot assign requested address" in broken.found
+    says(run_check(lambda: machine.rendezvous(case())), "error", "Cannot assign requested address")
 
 
 def test_a_busy_port_of_the_file_is_an_error_and_a_free_one_is_not(busy):
-    looked = machine.rendezvous(case(launch={**HERE, "main_process_port": busy}))
-    assert looked.state == "error"
-    assert f"127.0.0.1:{busy} cannot be bound: Address already in use" in looked.found
-    looked = machine.rendezvous(case(launch={**HERE, "main_process_port": free()}))
-    assert looked.state == "ok"
-    assert "is this machine's, and free" in looked.found
+    says(
+        machine.rendezvous(case(launch={**HERE, "main_process_port": busy})),
+        "error",
+        f"127.0.0.1:{busy} cannot be bound: Address already in use",
+    )
+    says(
+        machine.rendezvous(case(launch={**HERE, "main_process_port": free()})),
+        "ok",
+        "is this machine's, and free",
+    )
     assert machine.rendezvous(case(launch={"main_process_port": busy})).state == "error"
     assert machine.rendezvous(case(launch={"main_process_port": 0})).state == "ok"
 
 
 def test_the_loopback_address_cannot_join_two_machines():
     file = {"main_process_ip": "localhost", "main_process_port": 29500, "num_machines": 2}
-    looked = machine.rendezvous(case(launch=file))
-    assert looked.state == "error"
-    assert "every machine's own loopback" in looked.found
+    says(machine.rendezvous(case(launch=file)), "error", "every machine's own loopback")
 
 
 def test_a_name_that_is_no_address_is_an_error():
     file = {"main_process_ip": "nowhere.invalid", "main_process_port": 29500}
-    looked = machine.rendezvous(case(launch=file))
-    assert looked.state == "error"
-    assert "nowhere.invalid is no address" in looked.found
+    says(machine.rendezvous(case(launch=file)), "error", "nowhere.invalid is no address")
 
 
 ELSEWHERE = {
@@ -468,24 +450,22 @@ def answering(monkeypatch, error):
 def test_another_machines_port_is_knocked_at(monkeypatch, error, state, found):
     monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.2")
     answering(monkeypatch, error)
-    looked = machine.rendezvous(case(launch={**ELSEWHERE, "machine_rank": 1}))
-    assert looked.state == state
-    assert found in looked.found
+    says(machine.rendezvous(case(launch={**ELSEWHERE, "machine_rank": 1})), state, found)
 
 
 def test_the_first_machine_must_have_the_address_that_the_file_names():
-    looked = machine.rendezvous(case(launch={**ELSEWHERE, "machine_rank": 0}))
-    assert looked.state == "error"
-    assert "not an address of this machine" in looked.found
+    says(
+        machine.rendezvous(case(launch={**ELSEWHERE, "machine_rank": 0})),
+        "error",
+        "not an address of this machine",
+    )
 
 
 def test_a_name_of_this_machine_that_others_cannot_use_is_a_warning(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     answering(monkeypatch, None)
     elastic = {**ELSEWHERE, "rdzv_backend": "c10d"}
-    looked = machine.rendezvous(case(launch=elastic))
-    assert looked.state == "warning"
-    assert "localhost means" in looked.found
+    says(machine.rendezvous(case(launch=elastic)), "warning", "localhost means")
 
 
 QUIET = {"CUDA_VISIBLE_DEVICES": ""}
@@ -515,10 +495,12 @@ def test_traces_of_a_launcher_do_not_reach_the_processes():
 
 @pytest.mark.launches
 def test_a_network_that_is_not_there_is_an_error_with_what_gloo_says():
-    looked = machine.all_reduce(case(env={**QUIET, "GLOO_SOCKET_IFNAME": "nowhere0"}))
-    assert looked.state == "error"
-    assert "nowhere0" in looked.found
-    assert "GLOO_SOCKET_IFNAME" in looked.remedy
+    says(
+        machine.all_reduce(case(env={**QUIET, "GLOO_SOCKET_IFNAME": "nowhere0"})),
+        "error",
+        "nowhere0",
+        remedy="GLOO_SOCKET_IFNAME",
+    )
 
 
 @pytest.mark.launches
@@ -526,9 +508,7 @@ def test_processes_that_hang_are_ended_and_said(tmp_path, monkeypatch):
     pids = tmp_path / "pids"
     hanging = python_that(tmp_path, f"echo $$ >> {pids}; exec sleep 600")
     monkeypatch.setattr(sys, "executable", hanging)
-    looked = machine.all_reduce(case(env=QUIET), allowed_seconds=1.0)
-    assert looked.state == "error"
-    assert "did not finish in 1 s" in looked.found
+    says(machine.all_reduce(case(env=QUIET), allowed_seconds=1.0), "error", "did not finish in 1 s")
     for pid in map(int, pids.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -538,6 +518,8 @@ def test_processes_that_hang_are_ended_and_said(tmp_path, monkeypatch):
 def test_a_process_that_dies_is_said_with_its_last_words(tmp_path, monkeypatch):
     dying = python_that(tmp_path, "echo 'no CUDA-capable device is detected' >&2; exit 1")
     monkeypatch.setattr(sys, "executable", dying)
-    looked = machine.all_reduce(case(env=QUIET))
-    assert looked.state == "error"
-    assert "rank 0 of 2 (gloo) failed: no CUDA-capable device is detected" in looked.found
+    says(
+        machine.all_reduce(case(env=QUIET)),
+        "error",
+        "rank 0 of 2 (gloo) failed: no CUDA-capable device is detected",
+    )

@@ -156,8 +156,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 
 # Against accelerate itself: what its own launcher exports for a file.
-
-
 OFTEN = {"distributed_type": "FSDP", "num_processes": 4}
 DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 4}
 

@@ -283,16 +283,13 @@ def test_hidden_gpus_are_none(env):
     assert not has_gpu(env)
 
 
-def test_the_machine_that_all_meet_at_knows_itself():
-    options, env = meeting("c10d", "127.0.0.1")
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])  # as the others know it
+def test_the_machine_that_all_meet_at_knows_itself(name):
+    options, env = meeting("c10d", name)
     assert options == ["--rdzv_backend", "c10d", "--rdzv_conf", "is_host=1"]
-    assert env["PET_LOCAL_ADDR"] == "127.0.0.1"
-
-
-def test_a_name_is_handed_on_as_the_others_know_it():
-    options, env = meeting("c10d", "localhost")
-    assert options[-1] == "is_host=1"
-    assert env["PET_LOCAL_ADDR"] == "localhost"
+    assert env["PET_LOCAL_ADDR"] == name
+    # Ranks of a second attempt do not meet the addresses of the first.
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_another_machine_gives_the_address_that_leads_there(monkeypatch):
@@ -314,14 +311,8 @@ def test_another_machine_gives_the_address_that_leads_there(monkeypatch):
     assert asked == [("10.1.0.1", 9)]
 
 
-def test_ranks_of_a_second_attempt_do_not_meet_the_addresses_of_the_first():
-    assert meeting("c10d", "127.0.0.1")[1]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-
-
 def test_static_machines_have_been_told_who_they_are():
-    options, env = meeting("static", "10.1.0.1")
-    assert options == ["--rdzv_backend", "static"]
-    assert env == {}
+    assert meeting("static", "10.1.0.1") == (["--rdzv_backend", "static"], {})
 
 
 def test_an_address_that_leads_nowhere_is_refused_by_its_key(monkeypatch):

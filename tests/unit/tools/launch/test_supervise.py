@@ -420,16 +420,6 @@ def test_a_supervisor_that_is_killed_tells_the_command_to_stop(run_dir, supervis
     until((run_dir / "told").exists, "the command is told to stop")
 
 
-@pytest.mark.launches
-def test_importing_it_imports_nothing_heavy():
-    program = (
-        "import sys, llmtrain.tools.launch.supervise\n"
-        "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'psutil'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
 # What a command says of the run that it starts: config, run directory, secrets.
 
 

@@ -211,8 +211,6 @@ def test_conversations_are_refused_by_the_name_of_the_option(tmp_path):
 
 
 # Documents scored one by one, against a slow version with one forward a token.
-
-
 TEXTS = ["Article 3\nriver flows past", "", "moss and rain " * 12, "hills"]
 
 
@@ -311,8 +309,6 @@ def test_windows_of_a_batch_have_the_rope_that_each_has_alone(opened):
 
 
 # Task files of lm-eval, looked at before a model is loaded.
-
-
 TASK = """\
 task: mine
 dataset_path: text

@@ -142,8 +142,6 @@ def test_a_base_that_changed_or_is_gone_is_refused(tmp_path):
 
 
 # Adapters that peft saved with its options: computed exactly as peft does, or refused by name.
-
-
 Q = ["q_proj"]
 EXACT = {
     "ranks by layer": {

@@ -97,8 +97,6 @@ def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
 
 
 # What a run with four-bit weights holds, against the layer that computes with them.
-
-
 QLORA = {"config": {"adapter.kind": "qlora"}}
 
 

@@ -341,8 +341,6 @@ def test_a_secret_in_a_prompt_is_not_written_and_no_later_start_minds(tmp_path, 
 
 
 # What a start refuses before torch is imported, all of it in one message.
-
-
 TWO = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 

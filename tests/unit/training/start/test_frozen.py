@@ -287,8 +287,6 @@ def test_code_beside_a_type_of_transformers_is_one_warning(hub, caplog):
 
 
 # What a start decides and checks of its adapters.
-
-
 BASE = Base("a/b", "ab", None)
 
 
@@ -420,8 +418,6 @@ def test_a_run_of_all_weights_has_no_such_files(tmp_path):
 
 
 # What is asked, what an earlier start froze, and what this machine can have.
-
-
 AS_IT_IS = Kernels("auto", None, deterministic=False)
 
 

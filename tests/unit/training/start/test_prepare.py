@@ -206,8 +206,6 @@ def test_what_a_template_puts_before_an_answer_is_logged(tmp_path, run_dir, capl
 
 
 # Whether conversations can share blocks is found out from a model's config alone.
-
-
 CPU = torch.device("cpu")
 SMALL = small_fields(32, 2, 4, num_key_value_heads=2)
 GPT_OSS = {

@@ -42,15 +42,6 @@ mended = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 (APART if mended else TOGETHER)["falcon"] = SMALL
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other on busy cores make small models a hundred times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(kind, fields):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](vocab_size=64, pad_token_id=0, **fields)

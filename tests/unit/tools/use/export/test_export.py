@@ -195,13 +195,7 @@ def test_a_place_that_an_export_cannot_take_is_refused(run, tmp_path, name, said
 
 
 # --- adapters
-
-
-LORA = {
-    "lora": {},
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-}
+LORA = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 
 
 def adapter_run(tmp_path, base, **settings):
@@ -226,10 +220,15 @@ def base_of(tmp_path, model):
     return used.directory(tmp_path / "base", model, used.tokenizer(tmp_path / "tokens", chat=True))
 
 
+# GPT-2's square `c_proj` would take the wrong way round without an error.
+TRANSPOSED = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+
+
+@pytest.mark.parametrize(("name", "settings"), [("llama", {}), ("gpt2", TRANSPOSED)])
 @pytest.mark.parametrize("kind", LORA)
-def test_merged_adapters_compute_what_the_adapters_do(tmp_path, kind):
-    base = base_of(tmp_path, used.model())
-    run, checkpoint = adapter_run(tmp_path, base, **LORA[kind])
+def test_merged_adapters_compute_what_the_adapters_do(tmp_path, kind, name, settings):
+    base = base_of(tmp_path, used.model(name))
+    run, checkpoint = adapter_run(tmp_path, base, **LORA[kind], **settings)
     export(run, tmp_path / "out", merge_adapters=True, verify=False)
     expected = used.logits(with_adapter(base, checkpoint))
     found = used.logits(reloaded(tmp_path / "out"))
@@ -255,18 +254,6 @@ def test_a_head_with_an_adapter_of_its_own_is_no_longer_tied(tmp_path):
     assert made.config.tie_word_embeddings is False
     expected = used.logits(with_adapter(base, checkpoint))
     assert float((used.logits(made) - expected).abs().max()) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", LORA)
-def test_transposed_weights_are_merged_transposed(tmp_path, kind):
-    """GPT-2's square `c_proj` would take the wrong way round without an error."""
-    base = base_of(tmp_path, used.model("gpt2"))
-    targets = ["c_attn", "c_proj"]
-    settings = {"target_modules": targets, "fan_in_fan_out": True, **LORA[kind]}
-    run, checkpoint = adapter_run(tmp_path, base, **settings)
-    export(run, tmp_path / "out", merge_adapters=True, verify=False)
-    expected = used.logits(with_adapter(base, checkpoint))
-    assert float((used.logits(reloaded(tmp_path / "out")) - expected).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -339,8 +326,6 @@ def test_an_adapter_whose_base_is_gone_is_refused(tmp_path):
 
 
 # --- what is refused, and what is left behind
-
-
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(run, tmp_path):
     (tmp_path / "there").mkdir()
     model = used.directory(tmp_path / "model", used.model(), run / contents.TOKENIZER)
@@ -419,8 +404,6 @@ def test_a_full_disk_is_74_and_the_name_does_not_appear(run, tmp_path, most):
 
 
 # --- the card and the Hub
-
-
 def test_the_card_names_data_and_losses_and_no_directory_of_this_machine(run, tmp_path):
     from huggingface_hub import ModelCard
 
