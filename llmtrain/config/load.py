@@ -255,7 +255,7 @@ def _known_part(location: yaml12.Path, known: Collection[str]) -> yaml12.Path:
     return location
 
 
-def _at(tree: object, path: yaml12.Path) -> Any:
+def _at(tree: object, path: yaml12.Path) -> object:
     """Return the value at a path; None if nothing is there."""
     for part in path:
         if isinstance(tree, list) and isinstance(part, int):

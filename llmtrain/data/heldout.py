@@ -261,11 +261,7 @@ def save(held: HeldOut, path: Path) -> None:
     """Write a set as a safetensors file."""
     from safetensors.numpy import save as to_bytes
 
-    facts: dict[str, object] = {
-        "documents": held.documents,
-        "bytes": held.bytes,
-        "pad": held.pad,
-    }
+    facts: dict[str, object] = {"documents": held.documents, "bytes": held.bytes, "pad": held.pad}
     tensors = {"ids": held.ids, "scored": held.scored, "starts": held.starts}
     if held.owners is not None:
         facts["parts"] = [asdict(part) for part in held.parts]

@@ -375,7 +375,9 @@ class Lanes:
         return lane.take()
 
 
-def _content(rows: Rows | token_cache.CachedRows, row: int, vocabulary: int) -> tuple[Any, bool]:
+def _content(
+    rows: Rows | token_cache.CachedRows, row: int, vocabulary: int
+) -> tuple[str | np.ndarray | None, bool]:
     """Return a document's text or ids, and whether invalid UTF-8 in it was replaced.
 
     The document is None if it is empty or blank.

@@ -158,13 +158,7 @@ def concat(documents: Iterator[Document], seq_len: int, cursor: Cursor) -> Packi
 
 
 def in_windows(
-    walk: Walk,
-    seq_len: int,
-    cursor: Cursor,
-    *,
-    pad: int,
-    order: Sequence[int],
-    alone: bool = False,
+    walk: Walk, seq_len: int, cursor: Cursor, *, pad: int, order: Sequence[int], alone: bool = False
 ) -> Packing:
     """Pack windows of at least `window_tokens` tokens. The first window starts at `cursor`.
 

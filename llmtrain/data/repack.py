@@ -240,7 +240,7 @@ def _json_lines(path: Path, compression: str | None) -> Tables:
     )
 
 
-def _unify(known: pa.DataType, values: list[Any]) -> pa.DataType | None:
+def _unify(known: pa.DataType, values: list[object]) -> pa.DataType | None:
     try:
         schemas = [pa.schema([("", kind)]) for kind in (known, pa.array(values).type)]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type

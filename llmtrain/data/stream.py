@@ -23,7 +23,7 @@ from functools import partial
 from itertools import count
 from math import ceil, gcd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.workers import Asked, Failed, Workers
 from llmtrain.errors import raise_any
 from llmtrain.types import Batch
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +98,9 @@ class Stream(Iterator[Batch]):
     L), this may be some steps later than for a single rank.
     """
 
-    def __init__(self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Any) -> None:
+    def __init__(
+        self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Event | threading.Event
+    ) -> None:
         self._manifest = blocks.manifest
         self._next_block = blocks.next_block
         self._world_size = blocks.world_size

@@ -239,11 +239,7 @@ def _up_to(limit_bytes: int, texts: Iterable[str]) -> Iterator[str]:
 
 
 def freeze(
-    survey: Survey,
-    tokenizer: Tokenizer,
-    chat: ChatFacts | None = None,
-    *,
-    apart: bool = False,
+    survey: Survey, tokenizer: Tokenizer, chat: ChatFacts | None = None, *, apart: bool = False
 ) -> DataManifest:
     """Return the manifest. From here on nothing about the data is decided again.
 

@@ -11,6 +11,7 @@ import logging.handlers
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from llmtrain import system
@@ -111,22 +112,14 @@ class _File(logging.FileHandler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is not None and system.is_gone(Path(self.baseFilename)):
-            self._make_again(self.stream.fileno())
+        path, flags = Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        if self.stream is not None and system.is_gone(path):
+            with suppress(OSError):  # else later lines go to the deleted file
+                path.parent.mkdir(exist_ok=True)  # not the run directory: the next save makes it
+                with os.fdopen(os.open(path, flags, 0o666), "wb") as new:
+                    self.flush()
+                    os.dup2(new.fileno(), self.stream.fileno(), inheritable=False)
         super().emit(record)
-
-    def _make_again(self, descriptor: int) -> None:
-        path = Path(self.baseFilename)
-        try:
-            path.parent.mkdir(exist_ok=True)  # not the run directory: the next save creates that
-            new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError:
-            return  # later lines go to the deleted file
-        try:
-            self.flush()
-            os.dup2(new, descriptor, inheritable=False)
-        finally:
-            os.close(new)
 
 
 class _Screen(logging.Handler):

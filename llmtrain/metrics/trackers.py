@@ -391,11 +391,7 @@ def check_installed(names: Iterable[TrackerName]) -> None:
 
 
 def open_trackers(
-    names: Sequence[TrackerName],
-    ids_file: Path,
-    config: JsonMapping,
-    step: int,
-    report: Report,
+    names: Sequence[TrackerName], ids_file: Path, config: JsonMapping, step: int, report: Report
 ) -> Trackers:
     """Open the trackers of a run, or continue those that an earlier start opened.
 

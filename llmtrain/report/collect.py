@@ -184,7 +184,7 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
     Of several lines about the same thing at the same step the last one counts. A start removes the
     lines of later steps.
     """
-    kept: dict[Any, Line] = {}
+    kept: dict[object, Line] = {}
     for line in lines:
         if line["kind"] == "start":
             kept = {what: old for what, old in kept.items() if old["step"] <= line["step"]}
@@ -277,7 +277,7 @@ def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _what(line: Line) -> Any:
+def _what(line: Line) -> object:
     """Return a key that is equal for two lines about the same thing at the same step."""
     if line["kind"] == "train":
         return line["step"]

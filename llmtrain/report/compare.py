@@ -163,27 +163,19 @@ def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list
     kinds = [("heldout", _MEASURES[measure].capitalize(), "evaluations", measure)]
     if measure == "loss":
         kinds.append(("loss", "Training loss", "train", "loss"))
-    found = []
+    figures = []
     for name, title, lines, field in kinds:
         series = []
         for place, (label, run) in enumerate(zip(names, runs, strict=True)):
-            points = column(getattr(run, lines), field)
-            if over_tokens:
-                points = _to_tokens(run, points)
+            points, tokens = column(getattr(run, lines), field), run.numbers("tokens")
+            if over_tokens:  # the steps become the tokens that were trained until then
+                each = tokens[-1][1] / tokens[-1][0] if tokens and tokens[-1][0] else None
+                points = Points((round(step * each), value) for step, value in points if each)
             if points:
                 curve = thin(points) if lines == "evaluations" else smooth(thin(points))
                 series.append(Series(label, curve, place, dots=lines == "evaluations"))
         if series:
             unit = "nats a token" if field == "loss" else ""
             across = "token" if over_tokens else "step"
-            found.append(Figure(name, title, unit, tuple(series), leave_out=True, across=across))
-    return found
-
-
-def _to_tokens(run: Tables, points: Points) -> Points:
-    """Replace the steps of points by the tokens that were trained until then."""
-    tokens = run.numbers("tokens")
-    if not tokens or not tokens[-1][0]:
-        return Points()
-    each = tokens[-1][1] / tokens[-1][0]
-    return Points((round(step * each), value) for step, value in points)
+            figures.append(Figure(name, title, unit, tuple(series), leave_out=True, across=across))
+    return figures

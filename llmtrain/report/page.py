@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 from llmtrain import text
 from llmtrain.report import verdict
@@ -105,7 +104,7 @@ def inline(tables: Tables) -> str:
     )
 
 
-def fill(template: str, *, title: str, scripted: bool, **values: Any) -> str:
+def fill(template: str, *, title: str, scripted: bool, **values: object) -> str:
     """Fill a template of this folder with values, styles and, if it is wanted, the script."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, UserError
 from llmtrain.report import verdict
@@ -13,6 +13,10 @@ from llmtrain.report.collect import Tables, collect, final_history
 from llmtrain.rundir import contents, record, status
 from llmtrain.rundir.record import Tail
 from llmtrain.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SECONDS = 0.5
 
@@ -77,7 +81,7 @@ class Run:
             if not over and not tail.more:
                 time.sleep(_SECONDS)
 
-    def load(self) -> tuple[Any, Any]:
+    def load(self) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
         """Return the model of the best checkpoint and its tokenizer, as transformers has them.
 
         Raises UserError if there is no checkpoint.

@@ -234,14 +234,7 @@ def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> Non
 
 
 # In the order in which they are written; the manifest is last, since it depends on the others.
-_NEEDED = (
-    CONFIG,
-    AUTO,
-    TRACKERS,
-    TOKENIZER,
-    HELDOUT,
-    MANIFEST,
-)
+_NEEDED = (CONFIG, AUTO, TRACKERS, TOKENIZER, HELDOUT, MANIFEST)
 
 
 class Originals:

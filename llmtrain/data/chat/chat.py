@@ -17,15 +17,7 @@ from typing import Literal
 
 import xxhash
 
-from llmtrain.data.chat import encode, mask
-from llmtrain.data.chat.end_of_turn import (
-    NO_CALL,
-    Arguments,
-    Call,
-    EndOfTurn,
-    find_call,
-    find_end_of_turn,
-)
+from llmtrain.data.chat import encode, end_of_turn, mask
 from llmtrain.data.chat.rendering import MANY
 from llmtrain.data.chat.rows import BadRowError, Example, Message
 from llmtrain.data.chat.template import PROBES, Template, Tools, has_template, open_template
@@ -54,7 +46,15 @@ def split(messages: Sequence[Message], fits: Callable[[list[int]], bool]) -> lis
 
     fits: whether these messages are short enough
     """
-    front, exchanges = _exchanges(messages)
+    roles = [message["role"] for message in messages]
+    size = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    front = list(range(size))
+    exchanges: list[list[int]] = []
+    for n in range(size, len(roles)):
+        begins = roles[n] == "user" and (n == size or roles[n - 1] != "user")
+        if begins or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(n)
     pieces: list[list[int]] = []
     piece: list[int] = []
     for exchange in exchanges:
@@ -63,18 +63,6 @@ def split(messages: Sequence[Message], fits: Callable[[list[int]], bool]) -> lis
             piece = []
         piece = [*piece, *exchange]
     return [*pieces, [*front, *piece]]
-
-
-def _exchanges(messages: Sequence[Message]) -> tuple[list[int], list[list[int]]]:
-    roles = [message["role"] for message in messages]
-    size = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), 0)
-    exchanges: list[list[int]] = []
-    for n in range(size, len(roles)):
-        begins = roles[n] == "user" and (n == size or roles[n - 1] != "user")
-        if begins or not exchanges:
-            exchanges.append([])
-        exchanges[-1].append(n)
-    return list(range(size)), exchanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +137,12 @@ class Chat:
         """The names that the template reads, none without a template. Raises UserError."""
         return self._template.names if self.has_template else frozenset()
 
-    def check(self) -> EndOfTurn:
+    def check(self) -> end_of_turn.EndOfTurn:
         """Return how turns end. Raises UserError if there is no usable template."""
         return self._end
 
     @property
-    def arguments(self) -> Arguments:
+    def arguments(self) -> end_of_turn.Arguments:
         """How the template takes the arguments of calls. Raises UserError."""
         return self._call.arguments
 
@@ -186,16 +174,21 @@ class Chat:
         """
         counts: Counter[str] = Counter()
         try:
-            pieces = [self._shorten(piece, counts) for piece in self._pieces(example, counts)]
+            whole: Sequence[Iterable[mask.TokenSequence]] = []
+            if example.text is None:
+                whole = self._of_messages(example, counts)
+            elif not example.untrained:
+                whole = [self._of_strings(*example.text, counts)]
+            pieces = [self._shorten(piece, counts) for piece in whole]
         except RecursionError:
             raise BadRowError("json", "its tools or tool calls are nested too deeply") from None
-        found = tuple(one for piece in pieces for one in piece)
+        sequences = tuple(one for piece in pieces for one in piece)
         counts["untrained"] += not pieces
-        counts["sequences"] = len(found)
-        counts["ids"] = sum(len(one.ids) for one in found)
-        counts["trained"] = sum(sum(one.trained) for one in found)
+        counts["sequences"] = len(sequences)
+        counts["ids"] = sum(len(one.ids) for one in sequences)
+        counts["trained"] = sum(sum(one.trained) for one in sequences)
         counts["longest_ids"] = sum(max((len(one.ids) for one in p), default=0) for p in pieces)
-        return EncodedChat(found, +counts)
+        return EncodedChat(sequences, +counts)
 
     def probe(self) -> str:
         """Digest of the ids and masks of made-up conversations: equal if the data would be.
@@ -205,21 +198,17 @@ class Chat:
         digest = xxhash.xxh3_64()
         for example in PROBES if self.has_template else ():
             try:
-                found = self.sequences(example).sequences
+                sequences = self.sequences(example).sequences
             except BadRowError as error:
                 digest.update(error.key.encode())
                 continue
-            for one in found:
+            for one in sequences:
                 digest.update(repr((one.ids, one.trained)).encode())
         return digest.hexdigest()
 
     @cached_property
     def _encoder(self) -> encode.OffsetEncoder:
         return encode.open_encoder(self._directory, self._tokenizer)
-
-    @cached_property
-    def _plain(self) -> Tokenizer:
-        return self._tokenizer or open_tokenizer(self._directory)
 
     @cached_property
     def _template(self) -> Template:
@@ -231,31 +220,25 @@ class Chat:
         return encode.control_of(self._encoder.added.values(), text)
 
     @cached_property
-    def _end(self) -> EndOfTurn:
+    def _end(self) -> end_of_turn.EndOfTurn:
         tokens = {token.content: id for id, token in self._encoder.added.items()}
-        found = find_end_of_turn(self.render, tokens, self.settings.end_of_turn, self._call)
-        for token, id in zip(found.texts, found.ids, strict=True):
+        end = end_of_turn.find_end_of_turn(
+            self.render, tokens, self.settings.end_of_turn, self._call
+        )
+        for token, id in zip(end.texts, end.ids, strict=True):
             ends = [self._encoder.encode(f"{text}{token}").ids[-1] for text in ("Yes", "Yes.\n")]
             if ends != [id] * 2:
                 expected = "a token that the tokenizer finds behind text"
                 raise UserError(Problem("chat.end_of_turn", token, expected))
-        return found
+        return end
 
     @cached_property
-    def _call(self) -> Call:
-        return find_call(self.render) if self._calls else NO_CALL
+    def _call(self) -> end_of_turn.Call:
+        return end_of_turn.find_call(self.render) if self._calls else end_of_turn.NO_CALL
 
     def _with_arguments(self, example: Example) -> Sequence[Message]:
         """Return messages with the arguments of their calls as the template takes them."""
         return example.messages if self.arguments == "object" else example.with_strings
-
-    def _pieces(
-        self, example: Example, counts: Counter[str]
-    ) -> Sequence[Iterable[mask.TokenSequence]]:
-        """Return the sequences of each piece, which may be too long."""
-        if example.text is None:
-            return self._of_messages(example, counts)
-        return [] if example.untrained else [self._of_strings(*example.text, counts)]
 
     def _of_messages(
         self, example: Example, counts: Counter[str]
@@ -273,20 +256,20 @@ class Chat:
         if self.settings.too_long != "split":
             return [self._render_turns(messages, tools, trained, counts)]
         first: Counter[str] = Counter()
-        found: list[mask.TokenSequence] = []
+        sequences: list[mask.TokenSequence] = []
         for one in self._render_turns(messages, tools, trained, first):
-            found.append(one)
-            if self._is_too_long(one):
+            sequences.append(one)
+            if len(one.ids) > self.seq_len:
                 break
         else:
             counts.update(first)
-            return [found]
-        pieces = split(messages, lambda kept: self._fits([messages[n] for n in kept], tools))
+            return [sequences]
+        pieces = split(messages, lambda piece: self._fits([messages[n] for n in piece], tools))
         counts["split"] += len(pieces)
-        inner = ([at for at, n in enumerate(kept) if n in trained] for kept in pieces)
+        inner = ([at for at, n in enumerate(piece) if n in trained] for piece in pieces)
         return [
-            self._render_turns([messages[n] for n in kept], tools, inside, counts)
-            for kept, inside in zip(pieces, inner, strict=True)
+            self._render_turns([messages[n] for n in piece], tools, inside, counts)
+            for piece, inside in zip(pieces, inner, strict=True)
             if inside
         ]
 
@@ -334,7 +317,7 @@ class Chat:
         control = self._control.special.search(encode.unmark(prompt + completion))
         if control is not None and self.settings.control_tokens == "error":
             raise _control_token(control.group())
-        tokenizer = self._plain
+        tokenizer = self._tokenizer = self._tokenizer or open_tokenizer(self._directory)
         texts = tokenizer.encode_batch([prompt, prompt + completion, "\n", "\n" + completion])
         asked, whole, newline, glued = (ids.tolist() for ids in texts)
         answer = whole[len(asked) :]
@@ -373,25 +356,22 @@ class Chat:
         stop = self._end.stop(text)
         return len(self._encoder.encode(text[:stop] if stop > 0 else text).ids) <= self.seq_len
 
-    def _is_too_long(self, sequence: mask.TokenSequence) -> bool:
-        return len(sequence.ids) > self.seq_len
-
     def _shorten(
         self, sequences: Iterable[mask.TokenSequence], counts: Counter[str]
     ) -> list[mask.TokenSequence]:
         """Return the sequences as `chat.too_long` says."""
-        found = []
+        shortened = []
         for one in sequences:
             short: mask.TokenSequence | None = one
-            if self._is_too_long(one):
+            if len(one.ids) > self.seq_len:
                 if self.settings.too_long == "error":
                     why = f"{len(one.ids):,} tokens, at most {self.seq_len:,} (data.seq_len); "
                     raise BadRowError("too_long", why + "chat.too_long=truncate or split")
                 short = truncate(one, self.seq_len)
                 counts["dropped" if short is None else "truncated"] += 1
             if short is not None:
-                found.append(short)
-        return found
+                shortened.append(short)
+        return shortened
 
 
 def _control_token(token: str) -> BadRowError:

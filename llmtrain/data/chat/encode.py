@@ -30,6 +30,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -230,8 +231,12 @@ class OffsetEncoder:
         guards = (token for token, blanks in cuts.items() if not blanks)
         self._guard = "" if engine.by_parts else next(guards, "")
         self._cuts = longest(cuts)
-        if not engine.by_parts and not self._cuts_as_the_tokenizer():
-            self._cuts = longest({})
+        if not engine.by_parts:  # texts in parts must have the ids that they have as a whole
+            tokens = [token.content for token in self.added.values()][:64]
+            texts = [f"a{token} b{token}\n c {token}{token}d" for token in tokens]
+            texts.append("".join(tokens))
+            if [self.encode(text).ids for text in texts] != engine.whole(texts):
+                self._cuts = longest({})
 
     def encode(self, text: str, kind: Kind = "first") -> EncodedText:
         """Return the ids of a text that may hold marks. kind: of its first part."""
@@ -318,14 +323,6 @@ class OffsetEncoder:
             ids = [*_glue(bare, text[0]), *_glue(bare, text[1:])]
         return ids
 
-    def _cuts_as_the_tokenizer(self) -> bool:
-        """Return whether texts in parts have the ids that they have as a whole."""
-        tokens = [token.content for token in self.added.values()][:64]
-        texts = [f"a{token} b{token}\n c {token}{token}d" for token in tokens]
-        texts.append("".join(tokens))
-        whole = self._engine.whole(texts)
-        return all(self.encode(text).ids == ids for text, ids in zip(texts, whole, strict=True))
-
 
 def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> OffsetEncoder:
     """Open `tokenizer.json` with its added tokens. Raises UserError if it is missing.
@@ -349,7 +346,19 @@ def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> OffsetE
 
 def of_library(full: tokenizers.Tokenizer) -> TextEncoders:
     """Return the engine of a tokenizer with its added tokens."""
-    whole, bare = (_encode_with(one) for one in (full, _without_added_tokens(full)))
+    import tokenizers
+
+    without = tokenizers.Tokenizer(full.model)
+    if full.normalizer is not None:
+        without.normalizer = full.normalizer
+    if full.pre_tokenizer is not None:
+        without.pre_tokenizer = full.pre_tokenizer
+
+    def encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    whole, bare = (partial(encode, one) for one in (full, without))
     return TextEncoders(full.get_added_tokens_decoder(), whole, bare)
 
 
@@ -375,14 +384,6 @@ def of_back_end(tokenizer: Tokenizer) -> TextEncoders | None:
     return TextEncoders(added, whole, bare, by_parts=True)
 
 
-def _encode_with(tokenizer: tokenizers.Tokenizer) -> Encode:
-    def encode(texts: list[str]) -> list[list[int]]:
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    return encode
-
-
 def _glue(encode: Encode, text: str) -> list[int]:
     newline, ids = encode(["\n", "\n" + text])
     if ids[: len(newline)] == newline:
@@ -403,14 +404,3 @@ def _cuts(added: Sequence[tokenizers.AddedToken]) -> dict[str, str]:
         for one in added
         if one.content and not any(one.content in other for other in soft)
     }
-
-
-def _without_added_tokens(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    bare = tokenizers.Tokenizer(full.model)
-    if full.normalizer is not None:
-        bare.normalizer = full.normalizer
-    if full.pre_tokenizer is not None:
-        bare.pre_tokenizer = full.pre_tokenizer
-    return bare

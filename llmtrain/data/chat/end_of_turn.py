@@ -81,9 +81,9 @@ class EndOfTurn:
 
     def to_json(self) -> JsonObject:
         """Return the fields for the manifest; what most templates do not have is left out."""
-        found = asdict(self)
         optional = ("others", "after_answer", "after_call")
-        return {name: value for name, value in found.items() if value or name not in optional}
+        fields = asdict(self).items()
+        return {name: value for name, value in fields if value or name not in optional}
 
     def closing(self, message: Message, following: Message | None) -> str:
         """Return what is put behind a message to end it; "" if the template has ended it.
@@ -160,27 +160,31 @@ def find_end_of_turn(
     answer = _Behind(ends.pop(), "")
     if not answer.own.strip():
         talk = [_QUESTION, _answer(_ANSWERS[0]), _NEXT]
-        answer = _Behind(
-            answer.own, _next_token(write, talk, None, _ANSWERS[0], answer.own, tokens)
-        )
+        answer = _with_next(write, talk, None, _ANSWERS[0], answer.own, tokens)
     names = [named] if isinstance(named, str) else named
-    found = [_first(answer, tokens)] if named == AUTO else list(names)
-    called = _behind_call(write, call, found, tokens)
+    chosen = [_first(answer, tokens)] if named == AUTO else list(names)
+    called = _Behind("", "")  # nothing, if the template writes no calls
+    if TOWN in call.text:
+        called = _Behind(call.text.rpartition(TOWN)[2], "")
+        if not called.is_ended(chosen):
+            called = _with_next(write, call.messages, CALLED.tools, TOWN, called.own, tokens)
     if named == AUTO:
-        found += _last(called, answer, found, tokens)
+        chosen += _last(called, answer, chosen, tokens)
     else:
-        found = _checked(names, answer, called, tokens)
+        chosen = _checked(names, answer, called, tokens)
     before = texts[0].rpartition(_ANSWERS[0])[0]
     between = before.removeprefix(prompt) if before.startswith(prompt) else ""
-    is_lead = _is_lead(between, tokens)
+    # Whether it is at least one added token, and else white space.
+    rest, count = _any_of(tokens).subn("", between)
+    is_lead = count > 0 and not rest.strip()
     return EndOfTurn(
-        found[0],
-        tokens[found[0]],
+        chosen[0],
+        tokens[chosen[0]],
         between if is_lead else "",
         "" if is_lead else between,
-        {token: tokens[token] for token in found[1:]},
-        answer.closing(found),
-        called.closing(found),
+        {token: tokens[token] for token in chosen[1:]},
+        answer.closing(chosen),
+        called.closing(chosen),
     )
 
 
@@ -219,30 +223,17 @@ def _text_of_call(write: Write, messages: Sequence[Message]) -> str:
     return ""
 
 
-def _behind_call(
-    write: Write, call: Call, found: Sequence[str], tokens: Mapping[str, int]
-) -> _Behind:
-    """Return what is behind a call; nothing if the template writes none."""
-    if TOWN not in call.text:
-        return _Behind("", "")
-    behind = _Behind(call.text.rpartition(TOWN)[2], "")
-    if behind.is_ended(found):
-        return behind
-    following = _next_token(write, call.messages, CALLED.tools, TOWN, behind.own, tokens)
-    return _Behind(behind.own, following)
-
-
-def _next_token(
+def _with_next(
     write: Write,
     messages: Sequence[Message],
     tools: Tools,
     said: str,
     own: str,
     tokens: Mapping[str, int],
-) -> str:
-    """Return what the template writes of the last message, up to its first token.
+) -> _Behind:
+    """Return what is behind a turn, with what the template writes of the last message.
 
-    "" if that is no token, or one with which the assistant's messages begin.
+    That is nothing if it begins with no token, or with one that begins the assistant's messages.
 
     messages: a question, a turn, and what follows
     said: the end of what the turn says
@@ -252,12 +243,12 @@ def _next_token(
         header = write(messages[:1], tools, True).rpartition(messages[0]["content"])[2]
         behind = write(messages, tools, False).rpartition(said)[2]
     except BadRowError:
-        return ""
+        return _Behind(own, "")
     rest = behind.removeprefix(own)
     token = _any_of(tokens).match(rest.lstrip())
     if not behind.startswith(own) or token is None or token.group() in header:
-        return ""
-    return rest[: len(rest) - len(rest.lstrip())] + token.group()
+        return _Behind(own, "")
+    return _Behind(own, rest[: len(rest) - len(rest.lstrip())] + token.group())
 
 
 def _first(answer: _Behind, tokens: Mapping[str, int]) -> str:
@@ -304,12 +295,6 @@ def _checked(
             )
         raise UserError(Problem(_KEY, next(iter(wrong), named[0]), expected))
     return list(dict.fromkeys([*first, *named]))
-
-
-def _is_lead(between: str, tokens: Mapping[str, int]) -> bool:
-    """Return whether a text is at least one added token, and else white space."""
-    rest, count = _any_of(tokens).subn("", between)
-    return count > 0 and not rest.strip()
 
 
 def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str]:

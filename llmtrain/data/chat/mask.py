@@ -79,7 +79,7 @@ def find_turns(
     Raises BadRowError if the template cannot render one, drops text, or does not write the prompt
     in front of the answer.
     """
-    found: list[Turn] = []
+    turns: list[Turn] = []
     assistants = list(accumulate(message["role"] == "assistant" for message in messages))
     checked, before = 0, _NOTHING
     if len(trained) >= _WORTH_NOTING:
@@ -91,14 +91,19 @@ def find_turns(
         closing = end.closing(messages[index], following)
         whole = beginnings.render(index + 1, False).plus(closing)
         known, start = (checked, len(before)) if prompt.startswith(before) else (0, 0)
-        _require_context(prompt, start, messages[known:index], number)
+        # A prompt must have every message, an assistant's reasoning excepted. If one is not where
+        # it is expected, the rest is looked through, too.
+        try:
+            _require(unmark(prompt.part(start, len(prompt))), messages[known:index], number)
+        except BadRowError:
+            _require(unmark(str(prompt)), messages[known:index], number)
         checked, before = index, prompt
         turn = _turn(number, prompt, whole, end)
         _require_answer(turn, messages[index])
-        found.append(turn)
+        turns.append(turn)
         if beginnings.slow and hopeless(index):
             break
-    return found
+    return turns
 
 
 def group(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -133,7 +138,12 @@ def to_sequences(
         if first is None or stop is None:
             counts["straddles"] += 1
             if encoder.ids_before(encoded, len(turn.prompt)) < limit:
-                yield _in_two(encoder, turn, end)
+                # Its prompt and its answer are encoded apart.
+                prompt = encoder.encode(str(turn.prompt)).ids
+                answer = encoder.encode(_span(turn), "glued").ids
+                assert answer[-1] in end.ids, "the last token of a turn ends it"
+                flags = [False] * len(prompt) + [True] * len(answer)
+                yield token_sequence([*prompt, *answer], flags)
             else:
                 counts["dropped"] += 1
             continue
@@ -149,49 +159,31 @@ def token_sequence(ids: list[int], trained: list[bool]) -> TokenSequence:
     return TokenSequence(ids, [False, *trained[1:]])
 
 
-def _in_two(encoder: OffsetEncoder, turn: Turn, end: EndOfTurn) -> TokenSequence:
-    """Return a turn's sequence, its prompt and its answer encoded apart."""
-    prompt = encoder.encode(str(turn.prompt)).ids
-    answer = encoder.encode(_span(turn), "glued").ids
-    assert answer[-1] in end.ids, "the last token of a turn ends it"
-    return token_sequence([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
-
-
 def _turn(number: int, prompt: Text, whole: Text, end: EndOfTurn) -> Turn:
     if not whole.startswith(prompt):
-        raise BadRowError("prompt", _difference(number, unmark(str(prompt)), unmark(str(whole))))
+        fed, text = unmark(str(prompt)), unmark(str(whole))
+        pairs = enumerate(zip(fed, text, strict=False))
+        at = next((n for n, (a, b) in pairs if a != b), min(len(fed), len(text)))
+        why = (
+            f"turn {number}: generation prompt ends {fed[at:][:_SHOWN]!r} but training text "
+            f"continues {text[at:][:_SHOWN]!r}; try chat.template_kwargs"
+        )
+        raise BadRowError("prompt", why)
     behind = len(prompt) + len(end.lead)
     if end.lead and whole.part(len(prompt), behind) == end.lead:
         prompt = whole.until(behind)
-    stop = _stop(end, whole, len(prompt))
-    if stop <= len(prompt):
+    # Looked through is what is behind the prompt, and what before it may belong to the token.
+    start = max(0, len(prompt) - max(map(len, end.texts)) - 1)
+    stop = end.stop(whole.part(start, len(whole)))
+    if stop <= 0 or start + stop <= len(prompt):
         why = f"turn {number}: no end-of-turn token after the answer; set chat.end_of_turn"
         raise BadRowError("end_of_turn", why)
-    return Turn(number, prompt, whole.until(stop))
-
-
-def _stop(end: EndOfTurn, whole: Text, prompt: int) -> int:
-    """Return where the last end-of-turn token of a text ends; without one, not behind its prompt.
-
-    Looked through is what is behind the prompt, with as much before it as may belong to the token.
-    """
-    start = max(0, prompt - max(map(len, end.texts)) - 1)
-    found = end.stop(whole.part(start, len(whole)))
-    return start + found if found > 0 else 0
+    return Turn(number, prompt, whole.until(start + stop))
 
 
 def _span(turn: Turn) -> str:
     """Return what is trained of a turn."""
     return turn.text.part(len(turn.prompt), len(turn.text))
-
-
-def _difference(number: int, prompt: str, whole: str) -> str:
-    pairs = zip(prompt, whole, strict=False)
-    at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
-    return (
-        f"turn {number}: generation prompt ends {prompt[at:][:_SHOWN]!r} but training text "
-        f"continues {whole[at:][:_SHOWN]!r}; try chat.template_kwargs"
-    )
 
 
 def _require_answer(turn: Turn, message: Message) -> None:
@@ -203,17 +195,6 @@ def _require_answer(turn: Turn, message: Message) -> None:
         if not _holds(span, text):
             why = f"turn {turn.number}: the template drops the assistant's {what}"
             raise BadRowError("dropped", why)
-
-
-def _require_context(prompt: Text, start: int, messages: Sequence[Message], number: int) -> None:
-    """Raise BadRowError if a prompt lacks a message, an assistant's reasoning excepted.
-
-    start: where these messages are expected; if one is not there, the rest is looked through, too
-    """
-    try:
-        _require(unmark(prompt.part(start, len(prompt))), messages, number)
-    except BadRowError:
-        _require(unmark(str(prompt)), messages, number)
 
 
 def _require(prompt: str, messages: Sequence[Message], number: int) -> None:

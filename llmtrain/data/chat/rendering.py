@@ -105,10 +105,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        compiled: jinja2.Template,
-        variables: JsonMapping,
-        messages: Sequence[JsonMapping],
+        self, compiled: jinja2.Template, variables: JsonMapping, messages: Sequence[JsonMapping]
     ) -> None:
         self.slow = False
         self._compiled = compiled
@@ -147,7 +144,7 @@ class Conversation:
         from jinja2 import pass_context
 
         @pass_context
-        def turns(context: Context, *given: Any) -> Any:
+        def turns(context: Context, *given: Any) -> object:
             return run.turns(context.vars, *given)
 
         context = self._compiled.new_context({
@@ -230,7 +227,7 @@ class _Run:
     """
 
     def __init__(
-        self, compiled: jinja2.Template, messages: list[Any], noted: _Noted | None
+        self, compiled: jinja2.Template, messages: list[JsonMapping], noted: _Noted | None
     ) -> None:
         self.messages = messages
         self.loops: list[_Loop] = []
@@ -258,14 +255,14 @@ class _Run:
 
             raise TemplateRuntimeError(f"it loops more than {self._limit:,} times")
 
-    def over(self, value: object) -> Any:
+    def over(self, value: object) -> object:
         """Return what a loop runs over, so that its rounds are counted."""
         if isinstance(value, list | tuple | dict | str):
             self.tick(len(value))
             return value
         return self._counted(value) if isinstance(value, Iterable) else value
 
-    def _counted(self, value: Iterable[Any]) -> Iterator[Any]:
+    def _counted(self, value: Iterable[object]) -> Iterator[object]:
         for one in value:
             self.tick()
             yield one
@@ -364,7 +361,7 @@ class _Run:
             self._firsts[id(value)] = value, first if same else None  # kept, so that its id is
         return self._firsts[id(value)][1]
 
-    def describe(self, value: Any, *, items: bool) -> Any:
+    def describe(self, value: object, *, items: bool) -> object:
         """Return what can be compared with the same variable of another rendering.
 
         items: whether only single items are taken of it, which are noted
@@ -394,12 +391,12 @@ class _Rounds:
     loop: where they are noted; None = they are not
     """
 
-    items: list[Any]
+    items: list[object]
     skipped: int
     run: _Run | None = None
     loop: _Loop | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for number in range(self.skipped, len(self.items)):
             self.begin(number)
             yield self.items[number]
@@ -476,13 +473,13 @@ def loop_context() -> Callable[..., Any]:
             return self.index0 + 1 == len(self._rounds.items)
 
         @property
-        def previtem(self) -> Any:
+        def previtem(self) -> object:
             if self.first:
                 return self._none("there is no previous item")
             return self._rounds.items[self.index0 - 1]
 
         @property
-        def nextitem(self) -> Any:
+        def nextitem(self) -> object:
             if self.last:
                 return self._none("there is no next item")
             return self._rounds.items[self.index0 + 1]

@@ -128,7 +128,12 @@ class Example:
         OpenAI stores them so, and some templates write nothing else.
         """
         return [
-            _with_arguments(one, lambda given: given if isinstance(given, str) else _as_json(given))
+            _with_arguments(
+                one,
+                lambda given: (
+                    given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                ),
+            )
             for one in self.written or self.messages
         ]
 
@@ -324,7 +329,9 @@ def _parse(row: JsonMapping, form: str, reading: int) -> Example:
     raise AssertionError(form)
 
 
-def _conversation(row: JsonMapping, raw: Sequence[Any], reading: int, prompts: int = 0) -> Example:
+def _conversation(
+    row: JsonMapping, raw: Sequence[object], reading: int, prompts: int = 0
+) -> Example:
     """Return the conversation of these messages.
 
     prompts: how many of the first messages belong to a prompt, and so are not trained
@@ -340,21 +347,19 @@ def _conversation(row: JsonMapping, raw: Sequence[Any], reading: int, prompts: i
         untrained = {n + 1 for n in untrained}
     elif system and reading > 1 and written[0]["content"] != system:
         raise BadRowError("system", "its system column differs from its first message")
-    messages = [_with_arguments(one, _meant) for one in written]
+    # What the arguments of a call mean, which may be a string of JSON.
+    messages = [
+        _with_arguments(one, lambda given: _parse_json(given, "arguments") if given else {})
+        for one in written
+    ]
     answers = (one for one in messages if one["role"] == "assistant")
     for turn, one in enumerate(answers, start=1):
         if not one["content"].strip() and not one.get("tool_calls"):
             raise BadRowError("answer", f"turn {turn}: the assistant's answer is blank")
-    tools = _tools(_one_of(row, "tools", "functions"))
-    if tools and not row.get("tools"):  # OpenAI's older form
-        tools = [
-            one if isinstance(one.get("function"), dict) else {"type": "function", "function": one}
-            for one in tools
-        ]
-    return Example(messages, tools, None, frozenset(untrained), written)
+    return Example(messages, _tools(row), None, frozenset(untrained), written)
 
 
-def _one_of(row: JsonMapping, name: str, other: str) -> Any:
+def _one_of(row: JsonMapping, name: str, other: str) -> object:
     """Return the value of a column that has two names."""
     value = row.get(name)
     if value and row.get(other):
@@ -394,18 +399,17 @@ def _message(raw: object, reading: int) -> Message:
 def _content(raw: object, role: str) -> str:
     if isinstance(raw, str):
         return raw
-    if isinstance(raw, list):
-        return "".join(map(_part, raw))
-    raise BadRowError("content", f"the content of a message ({role}) is {_show(raw)}")
-
-
-def _part(raw: object) -> str:
-    if isinstance(raw, str):
-        return raw
-    text = raw.get("text") if isinstance(raw, dict) and raw.get("type", "text") == "text" else None
-    if not isinstance(text, str):
-        raise BadRowError("content", f"a part of a message is {_show(raw)}; only text is trained")
-    return text
+    if not isinstance(raw, list):
+        raise BadRowError("content", f"the content of a message ({role}) is {_show(raw)}")
+    texts = []
+    for part in raw:
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            why = f"a part of a message is {_show(part)}; only text is trained"
+            raise BadRowError("content", why)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _call(raw: Any) -> JsonObject:
@@ -431,27 +435,24 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _meant(arguments: object) -> Any:
-    """Return what the arguments of a call mean, which may be a string of JSON."""
-    return _parse_json(arguments, "arguments") if arguments else {}
-
-
-def _as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _tools(raw: object) -> list[JsonObject] | None:
-    found = _parse_json(raw, "tools")
-    if not found:
+def _tools(row: JsonMapping) -> list[JsonObject] | None:
+    """Return the functions that may be called; OpenAI's older form has them without a type."""
+    given = _parse_json(_one_of(row, "tools", "functions"), "tools")
+    if not given:
         return None
-    tools = [_parse_json(one, "tools") for one in found] if isinstance(found, list) else [found]
+    tools = [_parse_json(one, "tools") for one in given] if isinstance(given, list) else [given]
     for one in tools:
         if not isinstance(one, dict):
             raise BadRowError("tools", f"a tool is {_show(one)}, not an object")
-    return tools
+    if row.get("tools"):
+        return tools
+    return [
+        one if isinstance(one.get("function"), dict) else {"type": "function", "function": one}
+        for one in tools
+    ]
 
 
-def _of_sharegpt(raw: object) -> Any:
+def _of_sharegpt(raw: object) -> object:
     if not isinstance(raw, dict):
         return raw
     said = raw.get("from", raw.get("role"))
@@ -503,7 +504,7 @@ def _is_trained(named: JsonObject, reading: int = READING) -> bool:
     return train is not False and weight != 0
 
 
-def _list(row: JsonMapping, name: str) -> list[Any]:
+def _list(row: JsonMapping, name: str) -> list[object]:
     found = _parse_json(row.get(name), name)
     if isinstance(found, dict) and found and all(isinstance(v, list) for v in found.values()):
         # A list of structs, as older releases of `datasets` store it: a struct of lists.
@@ -543,7 +544,7 @@ def _load(text: str) -> Any:
     return value
 
 
-def _without_none(value: object) -> Any:
+def _without_none(value: object) -> object:
     if isinstance(value, Mapping):
         return {k: _without_none(one) for k, one in value.items() if one is not None}
     return [_without_none(one) for one in value] if isinstance(value, list) else value

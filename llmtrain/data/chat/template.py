@@ -69,8 +69,14 @@ class Template:
         """Return what renders the beginnings of a conversation."""
         use = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         variables = {**self.variables, "tools": tools, "documents": None}
-        own = [_with_reasoning(message) for message in messages]
-        return Beginnings(_compile(self.sources[use], self.date), variables, own)
+        named = []
+        for message in messages:  # their reasoning gets the names that templates read
+            for reasoning in [message[key] for key in REASONING if message.get(key) is not None][
+                :1
+            ]:
+                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            named.append(message)
+        return Beginnings(_compile(self.sources[use], self.date), variables, named)
 
     @property
     def text(self) -> str:
@@ -128,8 +134,18 @@ def open_template(directory: Path, kwargs: JsonMapping, date: str) -> Template:
         expected = "a chat template: the tokenizer has none"
         remedy = f"name one of {', '.join(NAMED)} or a .jinja file"
         raise UserError(Problem("chat.template", None, expected, remedy))
-    for source in sources.values():
-        _check_syntax(source, date)
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        for source in sources.values():
+            _compile(source, date)
+    except TemplateSyntaxError as error:
+        expected = f"a Jinja template (line {error.lineno}: {error.message})"
+        raise UserError(Problem("chat.template", None, expected)) from error
+    # Too many brackets in each other for the parser or for Python's compiler, half a character.
+    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+        expected = f"a Jinja template that can be compiled ({first_line(error)})"
+        raise UserError(Problem("chat.template", None, expected)) from error
     tokens = {name: _content(settings.get(name, others.get(name))) for name in _SPECIAL}
     special = {name: token for name, token in tokens.items() if token is not None}
     return Template(sources, {**special, **kwargs}, date)
@@ -206,20 +222,6 @@ class Beginnings(Conversation):
             why = f"the template cannot render it: {first_line(error)}"
             raise BadRowError("template", why) from error
         return text
-
-
-def _check_syntax(source: str, date: str) -> None:
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        _compile(source, date)
-    except TemplateSyntaxError as error:
-        expected = f"a Jinja template (line {error.lineno}: {error.message})"
-        raise UserError(Problem("chat.template", None, expected)) from error
-    # Too many brackets in each other for the parser or for Python's compiler, half a character.
-    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
-        expected = f"a Jinja template that can be compiled ({first_line(error)})"
-        raise UserError(Problem("chat.template", None, expected)) from error
 
 
 @lru_cache(maxsize=16)
@@ -329,11 +331,7 @@ def _to_json(
 ) -> str:
     """Return JSON. The filter that jinja2 has of this name escapes HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

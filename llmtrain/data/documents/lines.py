@@ -78,10 +78,7 @@ def fields(
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{text_column!r} holds {_kind(text)}, not a string")
     name = row.get(id_column) if id_column is not None else None
-    return (
-        None if text is None else to_bytes(text),
-        None if name is None else to_bytes(str(name)),
-    )
+    return (None if text is None else to_bytes(text), None if name is None else to_bytes(str(name)))
 
 
 def _kind(value: object) -> str:

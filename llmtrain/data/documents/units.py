@@ -15,31 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrain.data.chat.rows import as_text
-from llmtrain.data.documents.elements import (
-    HEAD_BYTES,
-    array_elements,
-    csv_header,
-    csv_objects,
-    csv_rows,
-    elements_of,
-    is_array,
-)
-from llmtrain.data.documents.lines import (
-    BOM,
-    MIB,
-    columns_of,
-    decode_line,
-    decompress,
-    end_of_line,
-    fields,
-    has_whole_rows,
-    hub_file,
-    read_exactly,
-    read_owned,
-    refuse_utf_16,
-    to_bytes,
-    unit_spans,
-)
+from llmtrain.data.documents import elements, lines
 from llmtrain.data.documents.rows import Rows, as_array, of_table, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
@@ -47,11 +23,13 @@ from llmtrain.data.remote.cache import Cache, Range, Ranges, cache_root, load_fo
 from llmtrain.data.remote.fetch import PIECE_BYTES, RangeFile, Remote, Stopping
 from llmtrain.errors import Problem, UserError
 
-GROUP_LIMIT = 64 * MIB  # the largest row group that is decoded at once
+GROUP_LIMIT = 64 * lines.MIB  # the largest row group that is decoded at once
 CACHED_GROUPS = 4
-CACHED_BYTES = 64 * MIB
+CACHED_BYTES = 64 * lines.MIB
 OPEN_FOOTERS = 64
-HELD_BYTES = 128 * MIB  # the most of a group on the Hub that is read at once, still compressed
+HELD_BYTES = (
+    128 * lines.MIB
+)  # the most of a group on the Hub that is read at once, still compressed
 
 
 class Units:
@@ -100,7 +78,7 @@ class Units:
                     raise UserError(_fewer_rows(source, unit))
                 self.reads += 1
                 batch = batches[unit.group].slice(unit.start, unit.stop - unit.start)
-                names = [name for name in batch.schema.names if name in columns_of(source)]
+                names = [name for name in batch.schema.names if name in lines.columns_of(source)]
                 rows = _rows_of(pa.Table.from_batches([batch.select(names)]), source)
                 refuse_other_encoding(rows.texts, place_of(source, unit))
                 return rows
@@ -165,7 +143,7 @@ class Units:
                 spans = self._spans(source, unit)
         except UnreadableError:  # it is reported, or left out, when it is read
             return
-        file = hub_file(source, unit.file)
+        file = lines.hub_file(source, unit.file)
         self._expected[source.where(unit.file), unit] = [Range(file, *span) for span in spans]
         for span in spans:
             self._ranges.expect(Range(file, *span))
@@ -179,13 +157,13 @@ class Units:
         footer = self.footer(source, unit.file) if unit.group >= 0 else None
         if footer is not None and unit.group >= footer.num_row_groups:
             raise UserError(_fewer_rows(source, unit))
-        return unit_spans(source, unit, footer)
+        return lines.unit_spans(source, unit, footer)
 
     def open(self, source: Source, file: int) -> io.RawIOBase | io.BufferedReader:
         """Open a file of a source, here or on the Hub, for reading at any position."""
         if not source.remote:
             return Path(source.where(file)).open("rb")
-        return self._ranges.open(hub_file(source, file))
+        return self._ranges.open(lines.hub_file(source, file))
 
     def lines(self, source: Source, unit: Unit) -> Iterator[tuple[int, bytes]]:
         """Yield the lines of a range or compressed file as (position of the first byte, line).
@@ -199,32 +177,32 @@ class Units:
             if isinstance(file, RangeFile):
                 file.hold(self._spans(source, unit))
             if compression:
-                data, start = decompress(file, compression, where), 0
-            elif has_whole_rows(source, unit):
+                data, start = lines.decompress(file, compression, where), 0
+            elif lines.has_whole_rows(source, unit):
                 file.seek(unit.start)
-                data, start = read_exactly(file, unit.stop - unit.start), unit.start
+                data, start = lines.read_exactly(file, unit.stop - unit.start), unit.start
             else:
-                data, start = read_owned(file, unit, known.size, kind, where)
+                data, start = lines.read_owned(file, unit, known.size, kind, where)
         if start == 0:
-            refuse_utf_16(data, where)
+            lines.refuse_utf_16(data, where)
         if source.whole_files:
-            yield start, data.removeprefix(BOM)
+            yield start, data.removeprefix(lines.BOM)
             return
         if unit.group == ELEMENTS:
             whole = io.BytesIO(data)
             yield from (
-                array_elements(whole.read, where)
+                elements.array_elements(whole.read, where)
                 if compression
-                else elements_of(data, start, where)
+                else elements.elements_of(data, start, where)
             )
             return
         if kind == "csv":
             header = self.header(source, unit.file)
-            rows = csv_rows(io.BytesIO(data), known.name, where, start, len(header))
-            yield from csv_objects(islice(rows, 1 if start == 0 else 0, None), header)
+            rows = elements.csv_rows(io.BytesIO(data), known.name, where, start, len(header))
+            yield from elements.csv_objects(islice(rows, 1 if start == 0 else 0, None), header)
             return
         position = 0
-        for end in end_of_line(kind).finditer(data):
+        for end in lines.end_of_line(kind).finditer(data):
             yield start + position, data[position : end.start()]
             position = end.end()
         if position < len(data):
@@ -237,9 +215,11 @@ class Units:
             compression = source.format(file).compression
             with self.open(source, file) as opened:
                 content = (
-                    io.BytesIO(decompress(opened, compression, where)) if compression else None
+                    io.BytesIO(lines.decompress(opened, compression, where))
+                    if compression
+                    else None
                 )
-                self._headers[where] = csv_header(content or _by_line(opened), name, where)
+                self._headers[where] = elements.csv_header(content or _by_line(opened), name, where)
         return self._headers[where]
 
     def is_array(self, source: Source, file: int) -> bool:
@@ -250,15 +230,17 @@ class Units:
             return False
         with self.open(source, file) as opened:
             if not compression:
-                return is_array(read_exactly(opened, min(HEAD_BYTES, size)))
-            return is_array(bytes(pa.input_stream(opened, compression).read(HEAD_BYTES)))
+                return elements.is_array(lines.read_exactly(opened, min(elements.HEAD_BYTES, size)))
+            return elements.is_array(
+                bytes(pa.input_stream(opened, compression).read(elements.HEAD_BYTES))
+            )
 
     def first_element(self, source: Source, file: int) -> list[tuple[int, bytes]]:
         """Return the first element of a JSON array as (position, element); [] if it has none."""
         where, compression = source.where(file), source.format(file).compression
         with self.open(source, file) as opened:
             content = pa.input_stream(opened, compression) if compression else opened
-            return list(islice(array_elements(content.read, where), 1))
+            return list(islice(elements.array_elements(content.read, where), 1))
 
     def rows_at(self, source: Source, file: int) -> Iterator[tuple[int, int]]:
         """Yield where each row of a plain JSON array or CSV file begins and ends, in bytes.
@@ -268,18 +250,18 @@ class Units:
         where, name = source.where(file), source.files[file].name
         with self.open(source, file) as opened:
             if source.format(file).kind != "csv":
-                for position, element in array_elements(opened.read, where):
+                for position, element in elements.array_elements(opened.read, where):
                     yield position, position + len(element)
                 return
             width = len(self.header(source, file))
-            rows = csv_rows(_by_line(opened), name, where, width=width)
+            rows = elements.csv_rows(_by_line(opened), name, where, width=width)
             starts = (position for position, _ in rows)
             yield from pairwise(chain(starts, [source.files[file].size]))
 
     def _key(self, source: Source, unit: Unit) -> tuple[object, ...]:
         begin = 0 if unit.group >= 0 else unit.start
         # The columns are part of it: two sources may read other columns of the same file.
-        return (source.where(unit.file), unit.group, begin, *columns_of(source))
+        return (source.where(unit.file), unit.group, begin, *lines.columns_of(source))
 
     def _rows_kept(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
         key = self._key(source, unit)
@@ -302,15 +284,17 @@ class Units:
 
     def _group(self, source: Source, unit: Unit) -> Rows:
         with self._parquet(source, unit) as file:
-            table = file.read_row_group(unit.group, columns=columns_of(source), use_threads=False)
+            table = file.read_row_group(
+                unit.group, columns=lines.columns_of(source), use_threads=False
+            )
         return _rows_of(table, source)
 
     def _slice_of_large(self, source: Source, unit: Unit) -> Rows:
         """Read rows [start, stop) of a group without having all of the group in memory."""
-        with self._parquet(source, unit, buffer_size=MIB) as file:
+        with self._parquet(source, unit, buffer_size=lines.MIB) as file:
             tables, position = [], 0
             batches = file.iter_batches(
-                1000, row_groups=[unit.group], columns=columns_of(source), use_threads=False
+                1000, row_groups=[unit.group], columns=lines.columns_of(source), use_threads=False
             )
             for batch in batches:
                 first, last = unit.start - position, unit.stop - position
@@ -331,7 +315,7 @@ class Units:
         opened: str | pa.PythonFile = source.where(unit.file)
         if source.remote:
             sliced = unit.stop - unit.start < footer.row_group(unit.group).num_rows
-            ranged = self._ranges.open(hub_file(source, unit.file), again=sliced)
+            ranged = self._ranges.open(lines.hub_file(source, unit.file), again=sliced)
             spans = self._spans(source, unit)
             if sum(end - start for start, end in spans) <= HELD_BYTES:
                 ranged.hold(spans)
@@ -341,13 +325,13 @@ class Units:
         return pq.ParquetFile(opened, metadata=footer, pre_buffer=False, buffer_size=buffer_size)
 
     def _range(self, source: Source, unit: Unit, left_out: Collection[int]) -> Rows:
-        lines = self.lines(source, unit)
+        numbered = self.lines(source, unit)
         if source.format(unit.file).kind == "text":
-            return Rows(as_array(line for _, line in lines), None)
+            return Rows(as_array(line for _, line in numbered), None)
         texts: list[bytes | None] = []
         ids: list[bytes | None] = []
         bad: list[tuple[int, str]] = []
-        for position, line in lines:
+        for position, line in numbered:
             if not line.strip():
                 continue
             if position in left_out:
@@ -365,7 +349,7 @@ class Units:
 
 def _by_line(file: io.RawIOBase | io.BufferedReader) -> io.BufferedReader:
     """Return a file whose lines are not read byte by byte."""
-    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, MIB)
+    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, lines.MIB)
 
 
 def map_arrow(where: str) -> list[pa.RecordBatch]:
@@ -387,15 +371,15 @@ def map_arrow(where: str) -> list[pa.RecordBatch]:
 def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:
     """Return text and id of a JSON line; the text of a conversation is its line."""
     try:
-        row = decode_line(line)
+        row = lines.decode_line(line)
     except ValueError as error:
         if source.form is None or not isinstance(error.__cause__, RecursionError):
             raise
-        return line.removeprefix(BOM), None  # a bad row of conversations, found as such
+        return line.removeprefix(lines.BOM), None  # a bad row of conversations, found as such
     if source.form is None:
-        return fields(row, source.text_column, source.id_column)
+        return lines.fields(row, source.text_column, source.id_column)
     name = row.get(source.id_column) if source.id_column else None
-    return line.removeprefix(BOM), None if name is None else to_bytes(str(name))
+    return line.removeprefix(lines.BOM), None if name is None else lines.to_bytes(str(name))
 
 
 def _rows_of(table: pa.Table, source: Source) -> Rows:
@@ -404,8 +388,8 @@ def _rows_of(table: pa.Table, source: Source) -> Rows:
         return of_table(table, source.text_column, source.id_column)
     ids = source.id_column
     texts = table.drop_columns([ids]) if ids in table.column_names else table
-    lines = as_array(as_text(row).encode() for row in texts.to_pylist())
-    return Rows(lines, of_table(table, ids, None).texts if ids else None)
+    rows = as_array(as_text(row).encode() for row in texts.to_pylist())
+    return Rows(rows, of_table(table, ids, None).texts if ids else None)
 
 
 def place_of(source: Source, unit: Unit) -> str:

@@ -87,8 +87,16 @@ class Cache:
         try:
             write(path, content, xxhash.xxh3_64_digest(content))
             self._left -= len(content)
-            if self._left <= 0:
-                self._make_room()
+            if self._left <= 0:  # where the ranges exceed the limit, delete the oldest
+                ranges = sorted(_ranges(self._root))
+                total = sum(size for _, size, _ in ranges)
+                most = self._limit if total <= self._limit else KEPT_SHARE * self._limit
+                for _, size, path in ranges:
+                    if total <= most:
+                        break
+                    path.unlink(missing_ok=True)
+                    total -= size
+                self._left = self._limit - total
         except OSError as error:
             self._give_up(error)
 
@@ -99,18 +107,6 @@ class Cache:
 
     def _path(self, etag: str, start: int, end: int) -> Path:
         return self._root / file_name(etag) / f"{start}-{end}"
-
-    def _make_room(self) -> None:
-        """If the ranges exceed the limit, delete the oldest until 90 % of it are left."""
-        found = sorted(_ranges(self._root))
-        total = sum(size for _, size, _ in found)
-        if total > self._limit:
-            for _, size, path in found:
-                if total <= KEPT_SHARE * self._limit:
-                    break
-                path.unlink(missing_ok=True)
-                total -= size
-        self._left = self._limit - total
 
 
 def cache_root() -> Path:
@@ -280,10 +276,8 @@ class Ranges:
                 if size > AHEAD_BYTES:
                     return
                 key = self._expected.popleft()
-                self._ahead[key] = begin_in_thread(partial(self._read_ahead, key), "ahead")
-
-    def _read_ahead(self, key: Range) -> bytes:
-        return self._read(key, self._remote.deadline())
+                read = partial(self._read, key, None)
+                self._ahead[key] = begin_in_thread(read, "ahead")
 
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
         """Return what was read ahead, or None if that failed: then the caller reads it again.
@@ -304,7 +298,7 @@ class Ranges:
         if self._stop is not None and self._stop.wait(0):
             raise fetch.stop_error()
 
-    def _read(self, key: Range, deadline: float) -> bytes:
+    def _read(self, key: Range, deadline: float | None) -> bytes:
         from huggingface_hub import constants
 
         file, start, end = key
@@ -313,7 +307,8 @@ class Ranges:
             return content
         if start < end and constants.HF_HUB_OFFLINE:
             raise UserError(fetch.offline(file.url, start, end))
-        content = self._remote.fetch(file, start, end, deadline)
+        until = self._remote.deadline() if deadline is None else deadline
+        content = self._remote.fetch(file, start, end, until)
         if self._cache:
             self._cache.put(file.etag, start, end, content)
         return content

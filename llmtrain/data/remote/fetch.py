@@ -126,7 +126,13 @@ def _ask(file: HubFile, target: str, start: int, end: int, until: float) -> byte
                 _refuse(file, answer.status_code, answer.headers)
             if answer.status_code in MOVED and "location" in answer.headers:
                 return urljoin(target, answer.headers["location"])
-            _accept(answer.status_code, answer.headers, start, end, file.size)
+            # This must be the range that was asked for; the body of another answer is not read.
+            if answer.status_code != 200 or (start, end) != (0, file.size):
+                if answer.status_code != 206:
+                    wait = asked_wait(answer.headers)
+                    raise AttemptError(f"HTTP {answer.status_code}", wait)
+                if answer.headers.get("content-range") != f"bytes {start}-{end - 1}/{file.size}":
+                    raise AttemptError("an answer with another range")
             # Read the body as it arrives: chunks of a fixed size would hide that it is too slow.
             length = end - start
             body = bytearray()
@@ -160,16 +166,6 @@ def _refuse(file: HubFile, status: int, headers: Mapping[str, str]) -> None:
     if size != str(file.size):
         expected = f"a file of {file.size} bytes, as when the run began"
         raise UserError(Problem(file.url, f"{size} bytes", expected, "begin a new run"))
-
-
-def _accept(status: int, headers: Mapping[str, str], start: int, end: int, size: int) -> None:
-    """Raise unless this is the range that was asked for. The body of another answer is not read."""
-    if status == 200 and (start, end) == (0, size):
-        return
-    if status != 206:
-        raise AttemptError(f"HTTP {status}", asked_wait(headers))
-    if headers.get("content-range") != f"bytes {start}-{end - 1}/{size}":
-        raise AttemptError("an answer with another range")
 
 
 def offline(url: str, start: int, end: int) -> Problem:

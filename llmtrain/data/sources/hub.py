@@ -22,15 +22,6 @@ from llmtrain.config.schema import SourceConfig
 from llmtrain.data.remote import fetch
 from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
 from llmtrain.data.sources import local
-from llmtrain.data.sources.local import (
-    NOT_DATA,
-    PROSE,
-    File,
-    Resolved,
-    bounded,
-    file_format,
-    first_few,
-)
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import first_line, harmless
 
@@ -63,7 +54,7 @@ ASK_SECONDS = 120.0  # how long a first start waits for the Hub: it has no work 
 
 def resolve(
     source: SourceConfig, key: str, keep: bool = False, stop: fetch.Stopping | None = None
-) -> Resolved:
+) -> local.Resolved:
     """Find the files of a source: on this machine, or those of a data set on the Hub.
 
     key: the source's key in the config, for messages
@@ -83,17 +74,21 @@ def resolve(
     if constants.HF_HUB_OFFLINE:
         kept = load_answer(path) if keep else None
         if kept is None:
-            raise UserError(_offline(source, key))
-        files = tuple(File(*file) for file in kept["files"])
-        return Resolved(kept["root"], True, kept["revision"], files)
-    found = _ask(source, key, stop)
+            expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
+            remedy = (
+                "begin the run once online with data.cache_gb set: then it can begin offline, too"
+            )
+            raise UserError(Problem(key, source.path, expected, remedy))
+        files = tuple(local.File(*file) for file in kept["files"])
+        return local.Resolved(kept["root"], True, kept["revision"], files)
+    resolved = _ask(source, key, stop)
     if keep:
-        answer = {"root": found.root, "revision": found.revision, "files": found.files}
+        answer = {"root": resolved.root, "revision": resolved.revision, "files": resolved.files}
         store_answer(path, answer)
-    return found
+    return resolved
 
 
-def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> Resolved:
+def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> local.Resolved:
     from huggingface_hub import HfFileSystem
 
     what = f"{source.path} (no path of this machine; data set of the Hub)"
@@ -104,12 +99,12 @@ def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> Resolve
         outside = next(url for url, match in zip(urls, found, strict=True) if match is None)
         expected = "files of the data set itself"
         raise UserError(Problem(key, outside, expected, "name them as a source of their own"))
-    formats = {match["path"]: file_format(match["path"]) for match in inside}
+    formats = {match["path"]: local.file_format(match["path"]) for match in inside}
     unknown = [name for name, found in formats.items() if found is None]
     if unknown:
         remedies = {name: CONVERT if name.endswith(".arrow") else WRITE for name in unknown}
         problems = [Problem(key, name, FORMATS, remedies[name]) for name in unknown]
-        raise UserError(*bounded(problems, key))
+        raise UserError(*local.bounded(problems, key))
     rows = [name for name, found in formats.items() if found and found.kind != "text"]
     if rows and source.document == "file":
         expected = f"line: {rows[0]} is no text file, of which each could be one document"
@@ -119,7 +114,7 @@ def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> Resolve
     system = HfFileSystem()
     _warn_of_left_out(system, root, names, stop)
     files = tuple(_file(system, root, name, stop) for name in names)
-    return Resolved(root, True, inside[0]["sha"], files)
+    return local.Resolved(root, True, inside[0]["sha"], files)
 
 
 def _file_urls(source: SourceConfig, key: str) -> list[str]:
@@ -207,10 +202,10 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
     return Problem(_beside(key, "name"), source.name, f"one of: {_nearest(source.name, names)}")
 
 
-def _nearest(asked: str | None, there: Iterable[Any]) -> str:
+def _nearest(asked: str | None, there: Iterable[object]) -> str:
     """Return the first few names that exist, those most similar to `asked` first."""
     likeness = {str(n): difflib.SequenceMatcher(None, asked or "", str(n)).ratio() for n in there}
-    return first_few(sorted(likeness, key=likeness.__getitem__, reverse=True)) or "none"
+    return local.first_few(sorted(likeness, key=likeness.__getitem__, reverse=True)) or "none"
 
 
 def _warn_of_left_out(
@@ -218,39 +213,34 @@ def _warn_of_left_out(
 ) -> None:
     """Warn of data files of other types beside the chosen ones, since they are not read."""
     chosen, folders = set(names), {str(PurePosixPath(name).parent) for name in names}
-    kinds = {found.kind for name in names if (found := file_format(name))}
+    kinds = {found.kind for name in names if (found := local.file_format(name))}
     left: list[str] = []
     for folder in sorted(folders):
         place = root if folder == "." else f"{root}/{folder}"
-        entries = _retry(partial(system.ls, place, detail=True), place, stop)
-        there = _names(entries, root)
+        entries: list[Any] = _retry(partial(system.ls, place, detail=True), place, stop)
+        start = len(root.removeprefix("hf://")) + 1
+        there = sorted(str(one["name"])[start:] for one in entries if one["type"] == "file")
         left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
     if left:
-        _log.warning("%s: files of other types are not read: %s", root, first_few(left))
-
-
-def _names(entries: Iterable[Any], root: str) -> list[str]:
-    """Return file names relative to the data set, from a detailed listing of `HfFileSystem`."""
-    start = len(root.removeprefix("hf://")) + 1
-    return sorted(str(entry["name"])[start:] for entry in entries if entry["type"] == "file")
+        _log.warning("%s: files of other types are not read: %s", root, local.first_few(left))
 
 
 def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
     base = PurePosixPath(name).name
-    if name in chosen or base.startswith((".", "_")) or base.lower() in NOT_DATA:
+    if name in chosen or base.startswith((".", "_")) or base.lower() in local.NOT_DATA:
         return False
-    found = file_format(base)
-    if base.lower().endswith(PROSE):
+    found = local.file_format(base)
+    if base.lower().endswith(local.PROSE):
         return False
     return found.kind not in kinds if found else PurePosixPath(base).suffix.lower() in NOT_READ
 
 
-def _file(system: HfFileSystem, root: str, name: str, stop: fetch.Stopping | None) -> File:
+def _file(system: HfFileSystem, root: str, name: str, stop: fetch.Stopping | None) -> local.File:
     """Return name, size and etag. The etag of a large file is its sha256, else its blob id."""
     info = _retry(lambda: system.info(f"{root}/{name}"), f"{root}/{name}", stop)
     large = info.get("lfs")
     etag = large["sha256"] if large else info["blob_id"]
-    return File(name, int(info["size"]), str(etag))
+    return local.File(name, int(info["size"]), str(etag))
 
 
 def _retry(ask: Callable[[], T], what: str, stop: fetch.Stopping | None) -> T:
@@ -287,12 +277,6 @@ def _status(error: BaseException) -> tuple[int, float]:
     below = error.__cause__ or error.__context__
     status, asked = _status(below) if below is not None else (0, 0.0)
     return status if status in (401, 403) else 0, asked
-
-
-def _offline(source: SourceConfig, key: str) -> Problem:
-    expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
-    remedy = "begin the run once online with data.cache_gb set: then it can begin offline, too"
-    return Problem(key, source.path, expected, remedy)
 
 
 def _beside(key: str, name: str) -> str:

@@ -43,7 +43,6 @@ _LIKELY = re.compile(
     r"(^|[-._ 0-9/])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval(uation)?)[-._ 0-9/]"
     r"|^data/.*-\d{5}-of-\d{5}"
 )
-_SHOWN = 8
 WITHOUT_SPLITS = "%s has no splits: split %s is not looked at, and all its files are read"
 
 
@@ -64,9 +63,9 @@ def files_of_split(
         return _saved(root / source.split, key)
     if (root / SAVED_STATE).is_file():
         _refuse_name(source, root, key)
-        own = _read(root / SAVED_STATE, key).get("_split")
-        if source.split != "train" and own:  # by default, it is the one that was saved
-            _require(source.split, [own], key, "split")
+        saved = _read(root / SAVED_STATE, key).get("_split")
+        if source.split != "train" and saved:  # by default, it is the one that was saved
+            _require(source.split, [saved], key, "split")
         elif source.split != "train":
             _log.warning(WITHOUT_SPLITS, harmless(source.path), harmless(source.split))
         return _saved(root, key)
@@ -82,7 +81,8 @@ def files_of_split(
     chosen = {split: _matching(root, of, key) for split, of in patterns.items()}
     left = sorted({*map(str, there)} - {name for names in chosen.values() for name in names})
     if left:
-        _log.warning("%s: no split has these files: %s", harmless(source.path), _few(left, root))
+        few = first_few([harmless(Path(path).relative_to(root).as_posix()) for path in left])
+        _log.warning("%s: no split has these files: %s", harmless(source.path), few)
     return [path for path in there if str(path) in chosen[source.split]]
 
 
@@ -215,13 +215,8 @@ def _require(asked: str, names: Iterable[str], key: str, what: str) -> None:
     there = list(names)
     if asked not in there:
         remedy = "or name the files with a glob, which has no splits" if what == "split" else ""
-        expected = f"one of: {', '.join(map(str, there[:_SHOWN])) or 'none'}"
+        expected = f"one of: {', '.join(map(str, there[:SHOWN])) or 'none'}"
         raise UserError(Problem(f"{key.rpartition('.')[0]}.{what}", asked, expected, remedy))
-
-
-def _few(paths: Sequence[str], root: Path) -> str:
-    names = [harmless(Path(path).relative_to(root).as_posix()) for path in paths[:_SHOWN]]
-    return ", ".join(names) + (f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN))
 
 
 SAMPLE = "sample"
@@ -437,10 +432,12 @@ def list_files(path: str, root: Path, key: str, *, prose: bool = False) -> list[
     if not Path(path).is_dir():
         return _only_files([Path(path).absolute()], key)
     there = [file for file in root.rglob("*") if _is_data(file, root, prose)]
-    if linked := [
-        _link_problem(file, key) for file in there if file.is_symlink() and file.is_dir()
-    ]:
-        raise UserError(*bounded(linked, key))
+    # A link to a directory might lead back to itself.
+    expected = "a directory itself: links to directories are not followed"
+    remedy = "name it as a source of its own, or link its files"
+    links = [_printable(file) for file in there if file.is_symlink() and file.is_dir()]
+    if links:
+        raise UserError(*bounded([Problem(key, link, expected, remedy) for link in links], key))
     found = _only_files(there, key)
     if not found:
         expected = f"a directory with data files ({SUFFIXES})"
@@ -472,13 +469,6 @@ def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
 def _printable(path: Path) -> str:
     r"""Return a path as text that can be written anywhere; bytes that are not UTF-8 as `\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-def _link_problem(path: Path, key: str) -> Problem:
-    """Return the problem of a link to a directory, since it might lead back to itself."""
-    expected = "a directory itself: links to directories are not followed"
-    remedy = "name it as a source of its own, or link its files"
-    return Problem(key, _printable(path), expected, remedy)
 
 
 def _no_file(path: Path, key: str) -> Problem:

@@ -106,53 +106,14 @@ def open_tokens(index: Path) -> TokenFile:
     if size != wanted or borders < 1:
         said = f"{sequences} sequences and {borders} document indices make {wanted} bytes"
         raise _bad(index, f"{size} bytes", said + ", without the modes of a multimodal file")
-    return _map_pair(index, np.dtype(DTYPES[code]), sequences, borders)
-
-
-def check_tokens(found: TokenFile) -> None:
-    """Raise UserError unless all lengths, offsets and document indices fit the `.bin`.
-
-    The whole `.idx` is read, a few megabytes at a time.
-    """
-    position = 0
-    for start in range(0, len(found.lengths), CHECKED_AT_ONCE):
-        part = slice(start, start + CHECKED_AT_ONCE)
-        lengths = found.lengths[part].astype(np.int64)
-        ends = position + np.cumsum(lengths)
-        begins = (ends - lengths) * found.tokens.itemsize
-        wrong = (lengths < 0) | (found.offsets[part] != begins)
-        if wrong.any():
-            first = int(np.flatnonzero(wrong)[0])
-            expected = "documents that lie one behind the other"
-            raise _bad(found.index, f"sequence {start + first} does not", expected)
-        position = int(ends[-1])
-    if position != len(found.tokens):
-        held = f"{len(found.tokens)} tokens in {binary(found.index).name}"
-        raise _bad(found.index, held, f"{position}, the sum of its lengths")
-    _check_borders(found)
-
-
-def _check_borders(found: TokenFile) -> None:
-    before = 0
-    for start in range(0, len(found.borders), CHECKED_AT_ONCE):
-        part = found.borders[start : start + CHECKED_AT_ONCE].astype(np.int64)
-        if np.any(np.diff(part, prepend=before) < 0):
-            raise _bad(found.index, "document indices that go back", "indices in rising order")
-        before = int(part[-1])
-    if (int(found.borders[0]), before) != (0, len(found.lengths)):
-        got = f"document indices from {int(found.borders[0])} to {before}"
-        raise _bad(found.index, got, f"from 0 to {len(found.lengths)}")
-
-
-def _map_pair(index: Path, dtype: np.dtype, sequences: int, borders: int) -> TokenFile:
-    tokens = binary(index)
+    tokens, dtype = binary(index), np.dtype(DTYPES[code])
     if not tokens.is_file():
         raise _bad(index, f"no {tokens.name} beside it", "both files of the pair")
     size = tokens.stat().st_size
     if size % dtype.itemsize:
         raise _bad(tokens, f"{size} bytes", f"tokens of {dtype.itemsize} bytes ({index.name})")
     at = HEADER.size
-    found = TokenFile(
+    pair = TokenFile(
         index,
         _map(tokens, dtype, 0, size // dtype.itemsize),
         _map(index, np.dtype("<i4"), at, sequences),
@@ -160,10 +121,41 @@ def _map_pair(index: Path, dtype: np.dtype, sequences: int, borders: int) -> Tok
         _map(index, np.dtype("<i8"), at + 12 * sequences, borders),
     )
     if sequences:
-        end = int(found.offsets[-1]) + int(found.lengths[-1]) * dtype.itemsize
+        end = int(pair.offsets[-1]) + int(pair.lengths[-1]) * dtype.itemsize
         if end != size:
             raise _bad(tokens, f"{size} bytes", f"{end}, where the last document of {index} ends")
-    return found
+    return pair
+
+
+def check_tokens(pair: TokenFile) -> None:
+    """Raise UserError unless all lengths, offsets and document indices fit the `.bin`.
+
+    The whole `.idx` is read, a few megabytes at a time.
+    """
+    position = 0
+    for start in range(0, len(pair.lengths), CHECKED_AT_ONCE):
+        part = slice(start, start + CHECKED_AT_ONCE)
+        lengths = pair.lengths[part].astype(np.int64)
+        ends = position + np.cumsum(lengths)
+        begins = (ends - lengths) * pair.tokens.itemsize
+        wrong = (lengths < 0) | (pair.offsets[part] != begins)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            expected = "documents that lie one behind the other"
+            raise _bad(pair.index, f"sequence {start + first} does not", expected)
+        position = int(ends[-1])
+    if position != len(pair.tokens):
+        held = f"{len(pair.tokens)} tokens in {binary(pair.index).name}"
+        raise _bad(pair.index, held, f"{position}, the sum of its lengths")
+    before = 0
+    for start in range(0, len(pair.borders), CHECKED_AT_ONCE):
+        numbers = pair.borders[start : start + CHECKED_AT_ONCE].astype(np.int64)
+        if np.any(np.diff(numbers, prepend=before) < 0):
+            raise _bad(pair.index, "document indices that go back", "indices in rising order")
+        before = int(numbers[-1])
+    if (int(pair.borders[0]), before) != (0, len(pair.lengths)):
+        got = f"document indices from {int(pair.borders[0])} to {before}"
+        raise _bad(pair.index, got, f"from 0 to {len(pair.lengths)}")
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:

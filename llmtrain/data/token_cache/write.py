@@ -158,7 +158,10 @@ def join(parts: Sequence[Path], index: Path, code: int) -> None:
             indices.seek(0, os.SEEK_END)
             indices.write((ends - lengths).astype("<i8").tobytes())
             position = int(ends[-1])
-        _write_borders(indices, documents)
+        # Each document is one sequence: the numbers 0, 1, … documents.
+        for start in range(0, documents + 1, CHUNK_BYTES // 8):
+            stop = min(start + CHUNK_BYTES // 8, documents + 1)
+            indices.write(np.arange(start, stop, dtype="<i8").tobytes())
 
 
 @contextmanager
@@ -201,10 +204,3 @@ def _refuse_changed(part: Path) -> NoReturn:
     part.unlink(missing_ok=True)
     message = f"{part} is not what was written: the disk, or another program, changed it"
     raise RunError(message, RESTARTABLE, "give the same command again: it writes that part again")
-
-
-def _write_borders(indices: BinaryIO, documents: int) -> None:
-    """Write that each document is one sequence: the numbers 0, 1, … documents."""
-    step = CHUNK_BYTES // 8
-    for start in range(0, documents + 1, step):
-        indices.write(np.arange(start, min(start + step, documents + 1), dtype="<i8").tobytes())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -172,7 +172,7 @@ def byte_symbols() -> dict[str, int]:
     return symbols | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-def shell(description: Description, *parts: str, **others: Any) -> tokenizers.Tokenizer:
+def shell(description: Description, *parts: str, **others: object) -> tokenizers.Tokenizer:
     """Return a tokenizer without entries that has these parts of a description, and `others`."""
     import json
 

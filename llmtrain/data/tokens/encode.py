@@ -7,7 +7,7 @@ everywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -109,15 +109,8 @@ def open_chat(
 
 def settings_of(config: ChatConfig, date: str) -> Settings:
     """Return what the section `chat` and the date of the run decide of conversations."""
-    return Settings(
-        template_kwargs=config.template_kwargs,
-        train_turns=config.train_turns,
-        too_long=config.too_long,
-        rewritten_history=config.rewritten_history,
-        control_tokens=config.control_tokens,
-        end_of_turn=config.end_of_turn,
-        date=date,
-    )
+    names = [field.name for field in fields(Settings) if field.name != "date"]
+    return Settings(**{name: getattr(config, name) for name in names}, date=date)
 
 
 def chat_facts(chat: Chat) -> ChatFacts:

@@ -180,10 +180,13 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
     if eos is None:
         expected = "a tokenizer with an end-of-text token (eos_token in tokenizer_config.json)"
         raise UserError(Problem("model.tokenizer", str(directory), expected))
+    # Whether the post-processor puts the begin token before a text.
+    model = {"type": "BPE", "vocab": {"a": 1 << 30}, "merges": []}
+    begin = convert.shell(description, "post_processor", model=model).encode("a").ids[:1]
     control = convert.control_strings(description)
     return Tokenizer(
         eos=eos,
-        bos=bos if _begins_with(description, bos) else None,
+        bos=bos if begin == [bos] else None,
         pad=eos if pad is None else pad,
         length=max(ids.values()) + 1,
         digest=xxhash.xxh3_64_hexdigest(content + json.dumps([eos, pad]).encode()),
@@ -250,7 +253,11 @@ def _reference(description: convert.Description, content: str) -> Reference:
 
     full = tokenizers.Tokenizer.from_str(content)
     whole, rest = tokenizers.Tokenizer(full.model), tokenizers.Tokenizer(full.model)  # one model
-    frames = (description, {**description, **_without_beginning(description)})
+    # Later parts of a text: they put nothing in front.
+    steps_of_rest = {
+        part: _continue_step(description.get(part)) for part in ("normalizer", "pre_tokenizer")
+    }
+    frames = (description, {**description, **steps_of_rest})
     for tokenizer, frame in zip((whole, rest), frames, strict=True):
         steps = convert.shell(frame, "normalizer", "pre_tokenizer")
         if steps.normalizer:
@@ -258,11 +265,6 @@ def _reference(description: convert.Description, content: str) -> Reference:
         if steps.pre_tokenizer:
             tokenizer.pre_tokenizer = steps.pre_tokenizer
     return Reference(whole, rest, full)
-
-
-def _without_beginning(description: convert.Description) -> convert.Description:
-    """Return normalizer and pre-tokenizer for later parts of a text: they put nothing in front."""
-    return {part: _continue_step(description.get(part)) for part in ("normalizer", "pre_tokenizer")}
 
 
 def _continue_step(step: convert.Description | None) -> convert.Description | None:
@@ -318,13 +320,6 @@ def _added_token(described: convert.Description) -> tokenizers.AddedToken:
 
     options = {k: v for k, v in described.items() if k not in ("id", "content")}
     return AddedToken(described["content"], **options)
-
-
-def _begins_with(description: convert.Description, bos: int | None) -> bool:
-    """Return whether the post-processor puts the begin token before a text."""
-    model = {"type": "BPE", "vocab": {"a": 1 << 30}, "merges": []}
-    ids = convert.shell(description, "post_processor", model=model).encode("a").ids
-    return bos is not None and ids[:1] == [bos]
 
 
 _log = logging.getLogger(__name__)
