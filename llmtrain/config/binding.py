@@ -20,29 +20,15 @@ from llmtrain.errors import Problem
 
 # Keys, or beginnings of keys, that decide the result of a step.
 _BINDING = (
-    "model.",
-    "data.",
-    "run.seed",
-    "training.global_batch_size",
-    "training.precision",
-    "training.loss_kernel",
-    "training.compile",
-    "training.deterministic",
-    "training.max_grad_norm",
-    "training.z_loss",
-    "optimizer.",
-    "adapter.",
-    "evaluation.max_documents",
-    "evaluation.sources",
-    "chat.",
+    *("model.", "data.", "run.seed", "optimizer.", "adapter.", "chat."),
+    *("training.global_batch_size", "training.precision", "training.loss_kernel"),
+    *("training.compile", "training.deterministic", "training.max_grad_norm", "training.z_loss"),
+    *("evaluation.max_documents", "evaluation.sources"),
 )
 _OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from", "chat.")
 EPOCHS = "training.epochs"
 _FREE = (
-    "chat.bad_rows",
-    "data.workers",
-    "data.cache_gb",
-    "data.on_bad_unit",
+    *("chat.bad_rows", "data.workers", "data.cache_gb", "data.on_bad_unit"),
     "model.activation_checkpointing",
 )
 # Keys that came after the first runs, with their defaults, and sections of such keys. They bind

@@ -21,15 +21,8 @@ from llmtrain.types import Algorithm, JsonMapping
 
 # Sizes that an architecture with such a field needs. In some architectures null or a list is valid.
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "n_embd",
-    "n_layer",
-    "n_head",
+    *("vocab_size", "hidden_size", "head_dim", "n_embd", "n_layer", "n_head"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from llmtrain import system
-from llmtrain.data.chat.rows import needed_columns, refused_columns
+from llmtrain.data.chat.rows import NEEDED, refused_columns
 from llmtrain.data.documents import lines
 from llmtrain.data.documents.elements import ranges
 from llmtrain.data.documents.reader import Reader
@@ -42,7 +42,7 @@ PLAIN = (
     ("jsonl", None),
     ("csv", None),
     ("text", None),
-)  # formats of lines that are cut into ranges
+)  # formats that are cut into ranges of lines
 THREADS = 16
 DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # files of lines whose beginning is checked
@@ -213,7 +213,7 @@ def _no_text(
 def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
     """Return the problem of a file without the columns of the form, or with judgements."""
     assert source.form is not None
-    names = (source.columns.get(name, name) for name in needed_columns(source.form))
+    names = (source.columns.get(name, name) for name in NEEDED[source.form])
     missing = next((name for name in names if name not in there), None)
     if missing:
         return missing_column(f"{key}.path", missing, where, there)

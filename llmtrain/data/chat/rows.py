@@ -36,7 +36,8 @@ READING = 2  # of rows: runs that began with another one continue with it
 FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an answer's reasoning
-_NEEDED = {
+# Form → the columns that every row of it has, in our names.
+NEEDED = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -49,7 +50,7 @@ _OPTIONAL = {
     "prompt_completion": _ANY_FORM,
     "alpaca": ("input", "history", *_ANY_FORM),
 }
-_NAMES = frozenset(chain(*_NEEDED.values(), *_OPTIONAL.values()))
+_NAMES = frozenset(chain(*NEEDED.values(), *_OPTIONAL.values()))
 _SINCE_2 = ("history", "functions", "system_prompt", "weight")
 # Names under which other programs judge the answers of a row: these are no examples to follow.
 JUDGEMENTS = ("label", "kto_tag", "chosen", "rejected", "preferred_output", "non_preferred_output")
@@ -166,7 +167,7 @@ def form_of(columns: Iterable[str], key: str, named: Mapping[str, str] = _SAME) 
     Raises PreferenceDataError for columns that judge the answers, see `refused_columns`.
     """
     names = set(columns)
-    form = next((one for one in FORMS if names.issuperset(_NEEDED[one])), None)
+    form = next((one for one in FORMS if names.issuperset(NEEDED[one])), None)
     if form is not None:
         if problem := refused_columns(form, names, key, named):
             raise PreferenceDataError(problem)
@@ -188,7 +189,7 @@ def refused_columns(
     """
     if is_named(form, named):
         return None
-    own = ", ".join(f"{name}: {named.get(name, name)}" for name in _NEEDED[form])
+    own = ", ".join(f"{name}: {named.get(name, name)}" for name in NEEDED[form])
     if judgements := [name for name in JUDGEMENTS if name in columns]:
         expected = (
             "conversations without a judgement: such rows are feedback or preference pairs, and "
@@ -205,23 +206,18 @@ def refused_columns(
 
 def is_named(form: str, named: Collection[str]) -> bool:
     """Return whether `columns` names all columns of a form."""
-    return set(named).issuperset(_NEEDED[form])
+    return set(named).issuperset(NEEDED[form])
 
 
 def columns_of(form: str, available: Iterable[str]) -> tuple[str, ...]:
     """Return the columns of a form that a source has, both in our names."""
     names = set(available)
-    return tuple(name for name in (*_NEEDED[form], *_OPTIONAL[form]) if name in names)
-
-
-def needed_columns(form: str) -> tuple[str, ...]:
-    """Return the columns that every row of a form has, in our names."""
-    return _NEEDED[form]
+    return tuple(name for name in (*NEEDED[form], *_OPTIONAL[form]) if name in names)
 
 
 def columns_of_form(form: str, reading: int = READING) -> tuple[str, ...]:
     """Return all columns that a form may have, in our names. reading: as for `to_example`"""
-    every = (*_NEEDED[form], *_OPTIONAL[form])
+    every = (*NEEDED[form], *_OPTIONAL[form])
     return tuple(name for name in every if reading > 1 or name not in _SINCE_2)
 
 
@@ -281,7 +277,7 @@ def unread_keys(
     if known.intersection(REASONING):
         known.update(REASONING)  # a message's reasoning goes in under each of these names
     ours = _our_row(row, columns)
-    for name in _NEEDED[form]:
+    for name in NEEDED[form]:
         messages = ours.get(name)
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict):
