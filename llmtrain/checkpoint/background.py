@@ -142,18 +142,15 @@ class Writer:
         """Copy the rest and write everything. Runs in the thread."""
         try:
             faults.hit("save.snapshot", step=begun.step)
-            self._snapshot(copies, at_once)
+            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                for copy in copies:
+                    if copy.target.name not in at_once:
+                        _copy(copy)
+            if self._stream:
+                self._stream.synchronize()
         finally:
             self._copied.set()
         return write.write_pieces(begun, [copy.target for copy in copies])
-
-    def _snapshot(self, copies: list[_Copy], at_once: frozenset[str]) -> None:
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            for copy in copies:
-                if copy.target.name not in at_once:
-                    _copy(copy)
-        if self._stream:
-            self._stream.synchronize()
 
     def _lay_out(self, pieces: Iterable[Piece]) -> list[_Copy]:
         """Assign the pieces to the chunks, one after another; a piece is cut where one is full."""

@@ -333,7 +333,17 @@ def of_our_format(path: Path) -> Iterator[None]:
     try:
         yield
     except OtherFormatError as error:
-        raise UserError(_other_format(path, error)) from error
+        wrote = _writer(path)
+        is_newer = isinstance(error.found, int) and error.found > form.FORMAT
+        what = "the newest" if is_newer else "the only one"
+        problem = Problem(
+            str(path),
+            f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else ""),
+            f"format {form.FORMAT}, {what} that this llmtrain reads",
+            f"use llmtrain {wrote or 'as it was then'}, or move it away to resume from an older "
+            "one",
+        )
+        raise UserError(problem) from error
 
 
 def state_of(path: Path, manifest: CheckpointManifest) -> JsonObject:
@@ -342,19 +352,6 @@ def state_of(path: Path, manifest: CheckpointManifest) -> JsonObject:
     if state.get("format") != form.FORMAT:
         raise OtherFormatError(state.get("format"), manifest.run_id)
     return state
-
-
-def _other_format(path: Path, error: OtherFormatError) -> Problem:
-    """Return the problem to report when a checkpoint was written in another format."""
-    wrote = _writer(path)
-    is_newer = isinstance(error.found, int) and error.found > form.FORMAT
-    what = "the newest" if is_newer else "the only one"
-    return Problem(
-        str(path),
-        f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else ""),
-        f"format {form.FORMAT}, {what} that this llmtrain reads",
-        f"use llmtrain {wrote or 'as it was then'}, or move it away to resume from an older one",
-    )
 
 
 def _outside(path: Path) -> tuple[CheckpointManifest, JsonObject]:

@@ -102,15 +102,10 @@ def open_when_visible(path: Path) -> int:
                 raise
         still_writing(f"waiting for {path.parent.name} to appear")
         time.sleep(0.2)
-        _look_again(path.parent.parent)
-
-
-def _look_again(root: Path) -> None:
-    """List a directory: until then, a client of NFS remembers that a name does not exist."""
-    try:
-        list(root.iterdir())
-    except OSError as error:
-        _log.debug("%s cannot be listed: %s", root, error)
+        try:  # until the directory is listed, a client of NFS remembers that a name is not there
+            list(path.parent.parent.iterdir())
+        except OSError as error:
+            _log.debug("%s cannot be listed: %s", path.parent.parent, error)
 
 
 def still_writing(doing: str) -> None:
@@ -218,8 +213,8 @@ def check_room(
         those of any run
     """
     names = form.complete_names(root)
-    there = sum(run_id is None or is_of_run(root / name, run_id) for name in names)
-    missing = max(1, most_at_once(policy, steps) - there)
+    existing = sum(run_id is None or is_of_run(root / name, run_id) for name in names)
+    missing = max(1, most_at_once(policy, steps) - existing)
     disk = os.statvfs(next(path for path in (root, *root.absolute().parents) if path.exists()))
     free, files = disk.f_bavail * disk.f_frsize, missing * (checkpoint_files + 2)
     needed = missing * checkpoint_bytes

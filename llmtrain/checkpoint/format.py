@@ -372,7 +372,10 @@ def check_tensors(path: Path, name: str) -> dict[str, TensorSpec]:
 
     Raises DamagedError if its header is not valid.
     """
-    _read_header(path / name)
+    # The header is read before safetensors maps it, so that a failing disk raises OSError: if it
+    # fails while mapped memory is read, the process is killed.
+    with (path / name).open("rb") as file:
+        file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
     try:
         with safetensors.safe_open(path / name, "np") as opened:
             views = {key: opened.get_slice(key) for key in opened.offset_keys()}
@@ -385,13 +388,3 @@ def check_tensors(path: Path, name: str) -> dict[str, TensorSpec]:
     if other := {tensor.dtype for tensor in found.values()} - DTYPES.keys():
         raise DamagedError(name, f"holds tensors of {min(other)}")
     return found
-
-
-def _read_header(path: Path) -> None:
-    """Read a header before safetensors maps it, so that a failing disk raises OSError.
-
-    If the disk fails while mapped memory is read, the process is killed.
-    """
-    with path.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        opened.read(min(size, _MAX_HEADER_BYTES))

@@ -25,7 +25,7 @@ from llmtrain.checkpoint import candidates
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.files import Patience, StoppedError
-from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, Extent, TensorLocation
+from llmtrain.checkpoint.format import DamagedError, Extent, TensorLocation
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import JsonObject, Piece, Ranks, Spec, TensorSpec
 
@@ -107,28 +107,21 @@ def verify(
             manifest = form.load(path)
         except DamagedError as error:
             return [_as_problem(path, error)]
-        wrong = _wrong(path, manifest, jobs, told)
+        # The first thing that is wrong with each file.
+        checked = {name: _damage(form.check_file, path, name, manifest) for name in manifest.files}
+        wrong = {name: damage for name, damage in checked.items() if damage}
+        whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
+        parts = [(name, extent) for name, entry in whole for extent in entry.extents]
+        with ThreadPoolExecutor(jobs) as pool:
+            damages = pool.map(lambda part: _damage(form.check_extent, path, *part), parts)
+            for (name, extent), damage in zip(parts, damages, strict=True):
+                told(extent.length)
+                if damage:
+                    wrong.setdefault(name, damage)
         looks_whole = form.STATE in manifest.files and not wrong
         if looks_whole and (damage := _damage(candidates.state_of, path, manifest)):
             wrong[form.STATE] = damage
     return [_as_problem(path, wrong[name]) for name in manifest.files if name in wrong]
-
-
-def _wrong(
-    path: Path, manifest: CheckpointManifest, jobs: int, told: Callable[[int], object]
-) -> dict[str, DamagedError]:
-    """Return the first thing that is wrong with each file. Arguments: as in `verify`."""
-    checked = {name: _damage(form.check_file, path, name, manifest) for name in manifest.files}
-    wrong = {name: damage for name, damage in checked.items() if damage}
-    whole = [(name, entry) for name, entry in manifest.files.items() if name not in wrong]
-    parts = [(name, extent) for name, entry in whole for extent in entry.extents]
-    with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda part: _damage(form.check_extent, path, *part), parts)
-        for (name, extent), damage in zip(parts, found, strict=True):
-            told(extent.length)
-            if damage:
-                wrong.setdefault(name, damage)
-    return wrong
 
 
 def load_tensors(
@@ -263,11 +256,11 @@ def _refuse_other_tensors(
 ) -> None:
     """Raise UserError with the first five tensors that differ between checkpoint and model."""
     wanted = {name: tensor for part in spec.values() for name, tensor in part.items()}
-    there = {name: place.tensor for name, place in stored.items()}
-    every = [*wanted, *(name for name in there if name not in wanted)]
-    other = [name for name in every if there.get(name) != wanted.get(name)]
+    saved = {name: place.tensor for name, place in stored.items()}
+    every = [*wanted, *(name for name in saved if name not in wanted)]
+    other = [name for name in every if saved.get(name) != wanted.get(name)]
     problems = [
-        Problem(name, _describe(there.get(name)), f"{_describe(wanted.get(name))}, as in the model")
+        Problem(name, _describe(saved.get(name)), f"{_describe(wanted.get(name))}, as in the model")
         for name in other[:5]
     ]
     if problems:

@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from xxhash import xxh3_128
@@ -187,7 +187,11 @@ def commit(
 
 def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Extents:
     """Create the partial directory: small files, headers and room for the tensors, all synced."""
-    _check_names(spec, small)
+    wrong = [text for file in [*spec, *small] if (text := unsafe_name(file))]  # reading refuses it
+    if twice := (spec.keys() | {form.MANIFEST}) & small.keys():
+        wrong.append(f"{min(twice)} is written twice")
+    if wrong:
+        raise ValueError("; ".join(wrong))
     if not root.is_dir():
         root.mkdir(parents=True)
         system.sync_directory(root.parent)
@@ -212,15 +216,6 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     extents = {file: form.extents_of(body) for file, body in (*headers.items(), *small.items())}
     system.sync_directory(*form.parents(partial, extents))
     return extents
-
-
-def _check_names(spec: Spec, small: Mapping[str, bytes]) -> None:
-    """Raise ValueError for a file name that reading would refuse, or that is given twice."""
-    wrong = [text for file in [*spec, *small] if (text := unsafe_name(file))]
-    if twice := (spec.keys() | {form.MANIFEST}) & small.keys():
-        wrong.append(f"{min(twice)} is written twice")
-    if wrong:
-        raise ValueError("; ".join(wrong))
 
 
 def flat(begun: OpenSave, piece: Piece) -> tuple[int, torch.Tensor]:
@@ -347,11 +342,7 @@ def _log_error(error: Error | None, step: int) -> Error | None:
     return error
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Part = tuple[int, Tensor]  # offset in the file, bytes as uint8
-
+Part = tuple[int, torch.Tensor]  # offset in the file, bytes as uint8
 ROUND_BYTES = 16 << 20  # of all ranks together; rank 0 needs about three times as much memory
 _HEAD = struct.Struct("<QQ")  # offset in the file, number of bytes
 

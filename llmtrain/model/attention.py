@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -74,22 +74,17 @@ def rope_change(model: PreTrainedModel) -> tuple[str, int] | None:
     Returns None for a model whose frequencies are always the same.
     """
     config = model.config.get_text_config()
-    found = []
-    for rope in _ropes(config):
-        if rope["rope_type"] == "longrope":
-            found.append(("longrope", int(rope["original_max_position_embeddings"])))
-        elif "dynamic" in rope["rope_type"]:
-            found.append((str(rope["rope_type"]), int(config.max_position_embeddings)))
-    return min(found, key=lambda one: one[1], default=None)
-
-
-def _ropes(config: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the parameters of each rope: a model may have one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        yield parameters
-    else:
-        yield from (one for one in parameters.values() if isinstance(one, Mapping))
+    # A model may have a rope for each type of layer.
+    ropes = [parameters] if "rope_type" in parameters else parameters.values()
+    changes = []
+    for rope in ropes:
+        kind = rope["rope_type"] if isinstance(rope, Mapping) else ""
+        if kind == "longrope":
+            changes.append((kind, int(rope["original_max_position_embeddings"])))
+        elif "dynamic" in kind:
+            changes.append((kind, int(config.max_position_embeddings)))
+    return min(changes, key=lambda one: one[1], default=None)
 
 
 def _choose(module: nn.Module, args: tuple[Any, ...], keywords: Any, output: Any) -> Any:
@@ -130,19 +125,11 @@ _DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 # `model.attention_backend` → kernels, tried in this order: not every kernel supports every dtype,
 # mask and size of heads.
+_FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+_OTHERS = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 _KERNELS = {
-    "flash": (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ),
-    "cudnn": (
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ),
+    "flash": (_FLASH, _CUDNN, *_OTHERS),
+    "cudnn": (_CUDNN, _FLASH, *_OTHERS),
     "math": (SDPBackend.MATH,),
 }
 
@@ -167,11 +154,11 @@ def install(
     Returns the name of the attention that the model uses now: `llmtrain`, or transformers' `sdpa`
     or `eager`.
     """
-    own = backend(model)
-    reason = _why_not(model, seq_len, compare=compare)
-    if reason and tell:
-        _log.info("attention: transformers' %s, as %s", own, reason)
-    name = own if reason else NAME
+    name = NAME
+    if reason := _why_not(model, seq_len, compare=compare):
+        name = backend(model)
+        if tell:
+            _log.info("attention: transformers' %s, as %s", name, reason)
     use(model, name)
     return name
 
@@ -387,9 +374,15 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     if not type(model)._can_set_attn_implementation():  # private, but the public function logs
         return "it does not go through transformers' attention interface"
     own, training = backend(model), model.training
-    handed_down: list[bool] = []
-    AttentionInterface.register(_TRIED, _recording(handed_down, split=compare))
-    AttentionMaskInterface.register(_TRIED, _refuse_other_masks(seq_len))
+    handed_down: list[bool] = []  # for each call, whether it was passed documents
+    left_out = set() if compare else _DOCUMENTS  # fake tensors have no values for their borders
+
+    def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
+        handed_down.append(keywords.get("cu_seq_lens_q") is not None)
+        return attention(*arguments, **{k: v for k, v in keywords.items() if k not in left_out})
+
+    AttentionInterface.register(_TRIED, attend)
+    AttentionMaskInterface.register(_TRIED, partial(_refuse_other_masks, seq_len))
     count = min(_TRIED_TOKENS, seq_len)
     ids = torch.arange(count)[None] % model.config.get_text_config().vocab_size
     one_document = model_keywords(
@@ -419,35 +412,18 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     return "" if same else "ours gives other logits"
 
 
-def _recording(handed_down: list[bool], *, split: bool) -> Callable[..., tuple[Tensor, None]]:
-    """Return our attention, which also records for each call whether it was passed documents.
-
-    split: whether to use the documents. Fake tensors have no values for their borders.
-    """
-
-    def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
-        handed_down.append(keywords.get("cu_seq_lens_q") is not None)
-        left_out = set() if split else _DOCUMENTS
-        return attention(*arguments, **{k: v for k, v in keywords.items() if k not in left_out})
-
-    return attend
-
-
-def _refuse_other_masks(seq_len: int) -> Callable[..., None]:
-    def no_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> None:
-        with unset_fake_temporarily():  # the masks are computed on real tensors
-            zero, count = torch.zeros((), dtype=torch.int64), torch.arange(seq_len)
-            try:
-                last_sees = mask_function(zero, zero, zero + seq_len - 1, count)
-                first_is_seen = mask_function(zero, zero, count, zero)
-                sees_ahead = mask_function(zero, zero, zero, zero + 1)
-            except (AssertionError, IndexError) as error:  # fake tensors, or fewer positions
-                raise OtherAttentionError("its masks depend on the rows of a batch") from error
-            plain = bool(last_sees.all() and first_is_seen.all() and not sees_ahead)
-        if not plain:
+def _refuse_other_masks(seq_len: int, *, mask_function: Callable[..., Tensor], **_: object) -> None:
+    """Raise OtherAttentionError for a mask that is not plainly causal, in place of making it."""
+    with unset_fake_temporarily():  # the masks are computed on real tensors
+        zero, count = torch.zeros((), dtype=torch.int64), torch.arange(seq_len)
+        try:
+            last_sees = mask_function(zero, zero, zero + seq_len - 1, count)
+            first_is_seen = mask_function(zero, zero, count, zero)
+            sees_ahead = mask_function(zero, zero, zero, zero + 1)
+        except (AssertionError, IndexError) as error:  # fake tensors, or fewer positions
+            raise OtherAttentionError("its masks depend on the rows of a batch") from error
+        if not (last_sees.all() and first_is_seen.all() and not sees_ahead):
             raise OtherAttentionError("its masks are not plainly causal")
-
-    return no_mask
 
 
 JOINED = "joined"  # in place of an attention's name: borders for all kernels, rows end to end

@@ -116,7 +116,10 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
 
 
 def _load(config: Any, base: Base) -> PreTrainedModel:
-    """Return the model with the weights of `base`, and with as many rows as `config` says."""
+    """Return the model with the weights of `base`, and with as many rows as `config` says.
+
+    Raises UserError unless its parameters have the names and shapes that their config gives.
+    """
     config, stored = copy.deepcopy(config), weights_config(base)
     text, before = config.get_text_config(), stored.get_text_config().vocab_size
     rows, text.vocab_size = text.vocab_size, before
@@ -124,30 +127,22 @@ def _load(config: Any, base: Base) -> PreTrainedModel:
     if rows > before:
         _log.info("%s: %d rows became %d, each new one their mean", base, before, rows)
         grow(model, rows)
-    _refuse_other_form(model, base)
-    return model
-
-
-def _refuse_other_form(model: PreTrainedModel, base: Base) -> None:
-    """Raise UserError unless the parameters have the names and shapes that their config gives.
-
-    Other ranks and later starts make the model from the config alone. transformers keeps an output
-    head beside the embeddings that the config ties it to, if the files have both and they differ.
-    """
+    # Other ranks and later starts make the model from the config alone. transformers keeps an
+    # output head beside the embeddings that the config ties it to, if both are there and differ.
     skeleton = on_meta(copy.deepcopy(model.config))
     found, made = (
         {name: list(p.shape) for name, p in one.named_parameters()} for one in (model, skeleton)
     )
     wrong = sorted(name for name in found.keys() | made.keys() if found.get(name) != made.get(name))
-    if not wrong:
-        return
-    name, remedy = wrong[0], ""
-    if name in dict(skeleton.named_parameters(remove_duplicate=False)) and name not in made:
-        said = f"{name}, which its config.json ties to other weights, differs from them"
-        remedy = "tie_word_embeddings: false in its config.json"
-    else:
-        said = f"{name} is {found.get(name)}, and {made.get(name)} with the tokenizer's rows"
-    raise UserError(Problem(KEY, base, f"weights in the form of their config; {said}", remedy))
+    if wrong:
+        name, remedy = wrong[0], ""
+        if name in dict(skeleton.named_parameters(remove_duplicate=False)) and name not in made:
+            cause = f"{name}, which its config.json ties to other weights, differs from them"
+            remedy = "tie_word_embeddings: false in its config.json"
+        else:
+            cause = f"{name} is {found.get(name)}, and {made.get(name)} with the tokenizer's rows"
+        raise UserError(Problem(KEY, base, f"weights in the form of their config; {cause}", remedy))
+    return model
 
 
 def _read(config: object, base: Base) -> PreTrainedModel:
@@ -196,7 +191,11 @@ def weights_config(base: Base) -> Any:
             base.path, revision=base.revision or "main", trust_remote_code=False
         )
     except _refusals() as error:
-        raise UserError(_refused_weights(error, base.path)) from error
+        file = Path(base.path) / "config.json"
+        fields = json.loads(file.read_bytes()) if file.is_file() else {}
+        named = _refused_field(error, fields, f"{file}: ")
+        expected = f"a model that transformers knows without its own code: {first_line(error)}"
+        raise UserError(named or Problem(KEY, base.path, expected)) from error
     _causal(config.model_type, KEY)
     if (asked := getattr(config, "quantization_config", None)) is not None:
         raise UserError(quantized(base.path, asked))
@@ -242,16 +241,6 @@ def _refusals() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     return (StrictDataclassError, OSError, *CANNOT_BUILD)
-
-
-def _refused_weights(error: Exception, path: str) -> Problem:
-    """Return the problem of a directory or Hub model whose config transformers refuses."""
-    file = Path(path) / "config.json"
-    fields = json.loads(file.read_bytes()) if file.is_file() else {}
-    if named := _refused_field(error, fields, f"{file}: "):
-        return named
-    expected = f"a model that transformers knows without its own code: {first_line(error)}"
-    return Problem(KEY, path, expected)
 
 
 def _refused_field(error: Exception, fields: Mapping[str, Any], prefix: str) -> Problem | None:

@@ -19,10 +19,8 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import assert_never
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from llmtrain.config.checks import whole_with_documents
@@ -41,22 +39,12 @@ def compile_blocks(model: PreTrainedModel, mode: Compiled) -> int:
 
     Call it before the model is sharded or wrapped.
     """
-    chosen = _modules(model, mode)
+    if mode == "off":
+        return 0
+    chosen = blocks(model) if mode == "blocks" else [model.base_model]
     for module in chosen:
         module.compile(dynamic=False, recompile_limit=_limit(len(chosen)))
     return len(chosen)
-
-
-def _modules(model: PreTrainedModel, mode: Compiled) -> list[nn.Module]:
-    match mode:
-        case "off":
-            return []
-        case "blocks":
-            return blocks(model)
-        case "model":
-            return [model.base_model]
-        case _:
-            assert_never(mode)
 
 
 def _limit(modules: int) -> int:

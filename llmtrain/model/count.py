@@ -285,17 +285,15 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  
             self._casts[id(storage)] = storage.nbytes()
             weakref.finalize(storage, self._casts.pop, id(storage))
         for leaf in _leaves(result):
-            if leaf.device.type != "meta":
-                self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key not in self._alive and key not in self._casts and key not in self._known:
+            storage = leaf.untyped_storage()
+            key = id(storage)
+            if leaf.is_meta or key in self._alive or key in self._casts or key in self._known:
+                continue
             self._alive[key] = (self._in_block, storage.nbytes())
             self._size += storage.nbytes()
             self._most = max(self._most, self._size)
             weakref.finalize(storage, self._forget, key)
+        return result
 
     def _forget(self, key: int) -> None:
         self._size -= self._alive.pop(key)[1]
@@ -372,23 +370,22 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _alike(model_config: Any, repeated: Sequence[nn.Module]) -> bool:
     """Whether all blocks have the same code, shapes and values in the config's lists by layer."""
     described = model_config.get_text_config()
-    number = len(repeated)
-    lists = [
-        value
-        for value in described.to_dict().values()
-        if isinstance(value, list) and len(value) == number
-    ]
-    if getattr(described, "is_heterogeneous", False) or any(
-        one != value[0] for value in lists for one in value
-    ):
+    lists = by_layer(model_config, len(repeated)).values()
+    unlike = any(one != value[0] for value in lists for one in value)
+    if unlike or getattr(described, "is_heterogeneous", False):
         return False
-    first, *others = (_signature(block) for block in repeated)
+    first, *others = (
+        (repr(one), [(name, p.shape, p.requires_grad) for name, p in one.named_parameters()])
+        for one in repeated
+    )
     return all(other == first for other in others)
 
 
-def _signature(block: nn.Module) -> tuple[object, ...]:
-    parameters = [(n, tuple(p.shape), p.requires_grad) for n, p in block.named_parameters()]
-    return repr(block), parameters
+def by_layer(model_config: Any, number: int) -> dict[str, list[Any]]:
+    """Return the fields of a config that are lists with a value for each of its `number` blocks."""
+    fields: dict[str, object] = model_config.get_text_config().to_dict()
+    lists = {key: value for key, value in fields.items() if isinstance(value, list)}
+    return {key: value for key, value in lists.items() if len(value) == number}
 
 
 def shorten(model_config: Any, number: int, count: int) -> Any:
@@ -397,8 +394,7 @@ def shorten(model_config: Any, number: int, count: int) -> Any:
     if count == number:
         return short
     described = short.get_text_config()
-    for key, value in described.to_dict().items():
-        if isinstance(value, list) and len(value) == number:
-            setattr(described, key, value[:count])
+    for key, value in by_layer(short, number).items():
+        setattr(described, key, value[:count])
     described.num_hidden_layers = count
     return short

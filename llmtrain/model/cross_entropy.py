@@ -74,7 +74,10 @@ def linear_cross_entropy(
     """
     settings = _LossSettings(scale, softcap, z_loss, all_trained, trained, chunk_rows)
     if torch.is_grad_enabled():
-        return _sum(hidden, weight, bias, labels, token_weights, settings)
+        result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, labels, token_weights, settings
+        )
+        return result
     rows = _in_rows(hidden, weight, bias, labels, token_weights, settings)
     return _losses(rows, _NOTHING)[0].sum()
 
@@ -218,11 +221,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return for_hidden, made.weight, made.bias, None, None, None
 
 
-def _sum(*arguments: Any) -> Tensor:
-    result: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-    return result
-
-
 def _casts(device: str) -> bool:
     """Whether autocast is on."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -241,7 +239,8 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
     with torch.autocast(device, enabled=False) if _casts(device) else nullcontext():
         vocabulary = rows.weight.shape[0]
         size = min(count, rows.settings.chunk_rows or most.rows(vocabulary))
-        piece, wide, products = most.piece(vocabulary), rows.wide, _made_in(rows)
+        piece, wide, narrow = most.piece(vocabulary), rows.wide, rows.hidden.dtype
+        products = wide if rows.hidden.is_cuda else narrow  # a CPU has no kernel for other ones
         # Made once: a heap that gets and frees these for each chunk grows by hundreds of MB.
         several = size < count
         logits = rows.hidden.new_empty(size, vocabulary, dtype=products) if several else None
@@ -257,8 +256,8 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
             if trained is not None:
                 at, x = x, rows.hidden.index_select(0, x)
             z = _product(x, rows.weight.t(), products, _first(logits, x))
-            narrow = products != x.dtype and any(wanted)
-            dz = torch.empty_like(z, dtype=x.dtype) if narrow else z
+            apart = products != narrow and any(wanted)
+            dz = torch.empty_like(z, dtype=narrow) if apart else z
             pieces = _split(piece, z, labels, factors, dz if any(wanted) else None)
             losses += (_piece(rows, room, *one) for one in pieces)
             if wanted.hidden:
@@ -273,7 +272,9 @@ def _losses(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
         if trained is None and not several:
             made.hidden = dx
         each = torch.cat(losses) if len(losses) > 1 else losses[0]
-        return (each if trained is None else _spread(each, trained, rows)), made
+        if trained is not None:
+            each = each.new_zeros(rows.hidden.shape[0], 1).index_copy_(0, trained, each)
+        return each, made
 
 
 def _without_rows(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
@@ -287,11 +288,6 @@ def _without_rows(rows: _Rows, wanted: _Wanted) -> tuple[Tensor, _Made]:
         for one, asked in operands
     ]
     return rows.hidden.new_zeros(rows.hidden.shape[0], 1, dtype=rows.wide), _Made(*zeros)
-
-
-def _spread(each: Tensor, trained: Tensor, rows: _Rows) -> Tensor:
-    """Return the losses of the trained positions among those of all, which are 0: (N, 1)."""
-    return each.new_zeros(rows.hidden.shape[0], 1).index_copy_(0, trained, each)
 
 
 def _split(size: int, *tensors: Any) -> Iterator[tuple[Any, ...]]:
@@ -350,11 +346,6 @@ def _piece(
         if dz.dtype != p.dtype:
             dz.copy_(p)
     return nll if factors is None else nll * factors
-
-
-def _made_in(rows: _Rows) -> torch.dtype:
-    """Return the dtype in which products are made: fp32, if there is a kernel for it."""
-    return rows.wide if rows.hidden.is_cuda else rows.hidden.dtype
 
 
 class _Room(NamedTuple):

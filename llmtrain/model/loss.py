@@ -95,7 +95,9 @@ def examine(model: PreTrainedModel, *, compare: bool = True) -> Head | str:
             products = F.linear(
                 model.base_model(ids, **model_keywords())[0], head.weight, head.bias
             )
-            exponent = math.log2(_largest_cap(model) / float(products.abs().max()))
+            # So large the logits must be for a cap to show.
+            largest = max([1.0, *(4 * cap for cap in _fields(model, _CAPS))])
+            exponent = math.log2(largest / float(products.abs().max()))
             factor = 2.0 ** max(0, math.ceil(exponent))
             calls, logits = _watch(model, ids, factor)
             if len(calls) != 1:
@@ -171,11 +173,6 @@ def _candidates(model: PreTrainedModel) -> Iterator[Head]:
     caps: list[float | None] = [*_fields(model, _CAPS), None]
     for cap, scale in itertools.product(caps, scales):
         yield Head(scale, cap)
-
-
-def _largest_cap(model: PreTrainedModel) -> float:
-    """Return how large logits must be for a cap to show."""
-    return max([1.0, *(4 * cap for cap in _fields(model, _CAPS))])
 
 
 def _fields(model: PreTrainedModel, names: tuple[str, ...]) -> list[float]:

@@ -82,30 +82,26 @@ def describe_parameters(
     return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
-def on_meta(model_config: object) -> PreTrainedModel:
+def on_meta(model_config: Any) -> PreTrainedModel:
     """Return the model on meta, which has shapes, names and ties but no storage.
 
-    Raises UserError for a config that transformers accepts but cannot build a model from.
+    Raises UserError for a config that transformers accepts but cannot build a model from, with the
+    field at fault if it is known.
     """
     try:
         with torch.device("meta"):
             return from_config(model_config)
     except CANNOT_BUILD as error:
-        raise UserError(_cannot_build(model_config, error)) from error
-
-
-def _cannot_build(model_config: Any, error: Exception) -> Problem:
-    """Return the problem of a config that fails to build, with the field at fault if known."""
-    path = model_config.name_or_path
-    prefix = f"{path}/config.json: " if path else "model.config."
-    expected = (
-        f"what transformers can build a model of ({type(error).__name__}: {first_line(error)})"
-    )
-    missing = error.args[0] if isinstance(error, KeyError) and error.args else None
-    for key, value in _leaves(model_config.to_dict(), ""):
-        if isinstance(value, str) and value == missing:
-            return Problem(f"{prefix}{key}", value, expected)
-    return Problem(f"{prefix}model_type", model_config.model_type, f"fields of {expected}")
+        path = model_config.name_or_path
+        prefix = f"{path}/config.json: " if path else "model.config."
+        said = f"{type(error).__name__}: {first_line(error)}"
+        expected = f"what transformers can build a model of ({said})"
+        missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+        for key, value in _leaves(model_config.to_dict(), ""):
+            if isinstance(value, str) and value == missing:
+                raise UserError(Problem(f"{prefix}{key}", value, expected)) from error
+        key, value = f"{prefix}model_type", model_config.model_type
+        raise UserError(Problem(key, value, f"fields of {expected}")) from error
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
@@ -230,18 +226,13 @@ def _attention(described: Any) -> int:
     kinds = getattr(described, "layer_types", None) or ["attention"] * count
     # Older releases of transformers (5.12) have no layers with sizes of their own.
     layers = getattr(described, "per_layer_config", [described] * count)
-    return sum(
-        _heads(layer)
-        for layer, kind in zip(layers, kinds, strict=True)
-        if "attention" in kind.replace("linear_attention", "") or kind == "hybrid"
-    )
-
-
-def _heads(layer: Any) -> int:
-    heads, size = getattr(layer, "num_attention_heads", None), getattr(layer, "head_dim", None)
-    if heads and size:
-        return int(heads * size)
-    return int(layer.hidden_size) if heads else 0
+    width = 0
+    for layer, kind in zip(layers, kinds, strict=True):
+        heads, size = getattr(layer, "num_attention_heads", None), getattr(layer, "head_dim", None)
+        softmax = "attention" in kind.replace("linear_attention", "") or kind == "hybrid"
+        if heads and softmax:
+            width += int(heads * size if size else layer.hidden_size)
+    return width
 
 
 KEY = "model.activation_checkpointing"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -99,10 +99,7 @@ def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, 
 
 
 def token_ids(
-    path: str | Path,
-    entries: Sequence[str],
-    revision: str | None = None,
-    added: Sequence[str] = (),
+    path: str | Path, entries: Sequence[str], revision: str | None = None, added: Sequence[str] = ()
 ) -> tuple[int, ...]:
     """Return the ids of entries of the tokenizer in a directory or of a Hub id.
 
@@ -115,14 +112,13 @@ def token_ids(
     lacking = [token for token in added if token not in known]
     known = known | {token: id for id, token in enumerate(lacking, len(known))}
     key, expected = "adapter.train_tokens", "an entry of the run's tokenizer, as its files write it"
-    unknown = (one for one in entries if one not in known)
-    raise_any(Problem(key, one, expected, _with_blank(one, known)) for one in unknown)
+    problems = []
+    for one in entries:
+        if one not in known:  # it may have the word with a blank before it
+            with_blank = (f"{mark}{one}" for mark in "Ġ▁" if f"{mark}{one}" in known)
+            problems.append(Problem(key, one, expected, next(with_blank, "")))
+    raise_any(problems)
     return tuple(sorted({known[one] for one in entries}))
-
-
-def _with_blank(entry: str, known: Container[str]) -> str:
-    """Return how a tokenizer writes a word with a blank before it, if it has that."""
-    return next((f"{mark}{entry}" for mark in "Ġ▁" if f"{mark}{entry}" in known), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +206,11 @@ def grow(model: PreTrainedModel, rows: int) -> None:
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [one for one in (embedding, head) if one is not None]
-    own = {id(p): p for one in ends for p in one.parameters(recurse=False)}
-    grown = {key: _longer(p, rows) for key, p in own.items()}
+    old = {id(p): p for one in ends for p in one.parameters(recurse=False)}
+    grown = {
+        key: nn.Parameter(longer(p.detach(), rows), requires_grad=p.requires_grad)
+        for key, p in old.items()
+    }
     for module in model.modules():  # a parameter may have several names
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in grown:
@@ -221,11 +220,6 @@ def grow(model: PreTrainedModel, rows: int) -> None:
         if hasattr(module, size):
             setattr(module, size, rows)
     model.config.get_text_config().vocab_size = rows
-
-
-def _longer(parameter: nn.Parameter, rows: int) -> nn.Parameter:
-    """Return a parameter (V, …) with `rows` rows."""
-    return nn.Parameter(longer(parameter.detach(), rows), requires_grad=parameter.requires_grad)
 
 
 def longer(old: Tensor, rows: int) -> Tensor:

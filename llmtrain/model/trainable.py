@@ -234,9 +234,8 @@ def inject(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    there = dict(model.named_modules()).keys()
-    targets = [name for name in targets if name in there]
-
+    layers = dict(model.named_modules()).keys()
+    targets = [name for name in targets if name in layers]
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.r,
@@ -406,16 +405,12 @@ def short_names(model: nn.Module) -> list[str]:
 
 def _left_out(model: PreTrainedModel) -> str:
     """Return in words which share of a mixture's weights, routers and experts, has no adapter."""
-    left = sum(weight.numel() for weight in _without_adapter(model))
+    left = 0
+    for name, module in model.named_modules():
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        if not (name and _is_router(name, module)):  # then only experts stacked in one tensor
+            stacked = not isinstance(module, nn.Conv1d)
+            weights = [weight for weight in weights if weight.ndim == 3 and stacked]
+        left += sum(weight.numel() for weight in weights)
     share = 100 * left / sum(weight.numel() for weight in model.parameters())
     return f"; routers and stacked experts, {share:.0f} % of the weights, have none" * bool(left)
-
-
-def _without_adapter(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights of routers and of experts that are stacked in one tensor."""
-    for name, module in model.named_modules():
-        own = [weight for weight in module._parameters.values() if weight is not None]
-        if name and _is_router(name, module):
-            yield from own
-        elif not isinstance(module, nn.Conv1d):
-            yield from (weight for weight in own if weight.ndim == 3)

@@ -127,13 +127,10 @@ def _object_problems(place: Path, names: set[str]) -> Iterator[Problem]:
             yield Problem(_KEY, place, f"a {name} that can be read ({error})")
             continue
         ends = found.get("eos_token_id")
-        if name == _GENERATION and not all(type(one) is int for one in _listed(ends)):
+        ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if name == _GENERATION and not all(type(one) is int for one in ids):
             said = f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)} in {name}"
             yield Problem(_KEY, place, said)
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from llmtrain import errors
 from llmtrain.agreement import refuse
@@ -136,26 +135,21 @@ def stop_alone(journal: Journal, reason: str) -> int:
     if journal.rank:
         failures.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
         return 0
-    told = None if reason == "launcher_lost" else _find_dead_rank(journal.run_dir)
-    if told is None:
+    lost = reason == "launcher_lost"
+    dead = [] if lost else failures.silent(journal.run_dir, os.environ)
+    failed = None if lost else failures.outranking(journal.run_dir, seconds=0)
+    if failed is not None:
+        code, why = failed.code, str(failed)
+    elif dead:
+        names = ", ".join(str(rank) for rank in dead)
+        code, why = errors.RESTARTABLE, f"rank {names} died before the ranks met"
+    else:
         journal.end("stopped", 0, reason)
         return 0
-    code, why = told
     failures.write(journal.run_dir, 0, code, why, lost_peer=True)
     _log.error("%s", why)
     journal.end("failed", code, why)
     return code
-
-
-def _find_dead_rank(run_dir: Path) -> tuple[int, str] | None:
-    """Return the exit code and reason of a rank that failed or died; None if no rank did."""
-    dead = failures.silent(run_dir, os.environ)
-    if (told := failures.outranking(run_dir, seconds=0)) is not None:
-        return told.code, str(told)
-    if dead:
-        names = ", ".join(str(rank) for rank in dead)
-        return errors.RESTARTABLE, f"rank {names} died before the ranks met"
-    return None
 
 
 @contextmanager

@@ -173,14 +173,13 @@ def sample(run: Run) -> list[Sample]:
     """
     if run.due.stop_reason is not None:
         return []
+    samples = []
     with run.engine.evaluating(), uncompiled():  # each token is another shape
-        return [_sample(run, prompt) for prompt in run.config.evaluation.prompts]
-
-
-def _sample(run: Run, prompt: str) -> Sample:
-    start = time.perf_counter()
-    text = _continue(run, prompt)
-    return Sample(prompt, text, time.perf_counter() - start)
+        for prompt in run.config.evaluation.prompts:
+            start = time.perf_counter()
+            text = _continue(run, prompt)
+            samples.append(Sample(prompt, text, time.perf_counter() - start))
+    return samples
 
 
 def _prompt(run: Run, prompt: str) -> tuple[list[int], set[int]]:

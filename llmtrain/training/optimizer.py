@@ -282,20 +282,18 @@ def _entries(named: Sequence[Sequence[str]], groups: Sequence[GroupConfig]) -> l
         next((number for number, one in enumerate(groups) if _matches(own, one.match)), _DEFAULT)
         for own in named
     ]
-    unused = [number for number in range(len(groups)) if number not in found]
-    raise_any(_without_parameter(named, groups, number) for number in unused)
+    problems = []
+    for number, one in enumerate(groups):
+        key = f"optimizer.groups.{number}.match"
+        if number in found:
+            continue
+        if any(_matches(names, one.match) for names in named):
+            expected = "a pattern with a parameter that no earlier entry matches"
+            problems.append(Problem(key, one.match, expected, "put the narrower pattern first"))
+        else:
+            problems.append(no_match(key, one.match, [name for names in named for name in names]))
+    raise_any(problems)
     return found
-
-
-def _without_parameter(
-    named: Sequence[Sequence[str]], groups: Sequence[GroupConfig], number: int
-) -> Problem:
-    """Return the problem of an entry that no parameter belongs to."""
-    key, pattern = f"optimizer.groups.{number}.match", groups[number].match
-    if any(_matches(own, pattern) for own in named):
-        expected = "a pattern with a parameter that no earlier entry matches"
-        return Problem(key, pattern, expected, "put the narrower pattern first")
-    return no_match(key, pattern, [name for own in named for name in own])
 
 
 def _matches(names: Sequence[str], pattern: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from llmtrain.config.schema import Config
-from llmtrain.distributed.plan.memory import Layout, MemoryPlan, arithmetic_of, memory
+from llmtrain.distributed.plan.memory import arithmetic_of, memory
 from llmtrain.distributed.plan.strategy import layout_in_words, remedy
 from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.metrics.memory import peak_bytes
@@ -49,7 +49,10 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
         return None
     asked = work(config, processes.auto.run["precision"], cpu=hardware.cpu, run_dir=config.run_dir)
     model = describe(config, hardware, config.run_dir, processes.base)
-    layout = _layout(processes, asked.global_batch_size)
+    layout = planned.layout
+    micro = processes.auto.micro_batch_size or layout.micro_batch_size  # as it was found by trying
+    share = asked.global_batch_size // processes.launched.ranks.world_size
+    layout = replace(layout, micro_batch_size=micro, accumulation=share // micro)
     saved = model.count(
         arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
     )
@@ -62,22 +65,10 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
     return Problem(
         "device memory",
         f"{size(peak)} at the peak" + (f", and {size(more)} more asked for" if more else ""),
-        f"{_in_words(plan, layout, hardware.device_bytes)} ({said})",
+        f"at most the {size(plan.total_bytes)} planned for {layout_in_words(layout)} of "
+        f"{size(hardware.device_bytes)} ({said})",
         f"{change}; `llmtrain plan` shows other changes",
     )
-
-
-def _layout(processes: Processes, global_batch_size: int) -> Layout:
-    """Return the layout of this start, with the micro-batch that was found by trying."""
-    layout = processes.planned.layout
-    micro = processes.auto.micro_batch_size or layout.micro_batch_size
-    share = global_batch_size // processes.launched.ranks.world_size
-    return replace(layout, micro_batch_size=micro, accumulation=share // micro)
-
-
-def _in_words(plan: MemoryPlan, layout: Layout, device_bytes: int) -> str:
-    planned, there = size(plan.total_bytes), size(device_bytes)
-    return f"at most the {planned} planned for {layout_in_words(layout)} of {there}"
 
 
 def asked_bytes(text: str) -> int:

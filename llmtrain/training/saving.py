@@ -99,7 +99,22 @@ def commit(run: Run) -> None:
     if isinstance(done, write.FailedSave):
         _report_failure(run, flight.step, done.failures, last=flight.last)
     else:
-        _report_saved(run, flight, done, blocked + time.perf_counter() - started)
+        saves.failed_in_a_row = 0
+        run.requests.end_save(done.seconds)
+        fields: dict[str, object] = {
+            "name": done.name,
+            "bytes": done.bytes,
+            "seconds": done.seconds,
+            "blocked_seconds": blocked + time.perf_counter() - started,
+            "reason": flight.reason,
+        }
+        run.journal.write("checkpoint", flight.step, **fields)
+        run.journal.status(checkpoint=done.name, step=run.journal.step)
+        run.journal.progress.checkpoint({"step": flight.step, **fields})
+        warn_of_grace(run, done.seconds, run.meter.step_seconds)
+        if run.ranks.rank == 0:
+            record_cursors(run, flight.step, flight.cursors)
+            _retain(run, flight.step, done.name)
 
 
 def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> Saves:
@@ -182,26 +197,6 @@ def short_of_memory(heard: list[JsonObject]) -> list[str]:
     needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}
     free = {host: min(one["free"] for one in heard if one["host"] == host) for host in hosts}
     return sorted(host for host in hosts if needed[host] * _SPARE > free[host])
-
-
-def _report_saved(run: Run, flight: Flight, done: write.SavedCheckpoint, blocked: float) -> None:
-    """Report a complete checkpoint, and delete those that the policy does not keep."""
-    run.checkpoints.failed_in_a_row = 0
-    run.requests.end_save(done.seconds)
-    fields: dict[str, object] = {
-        "name": done.name,
-        "bytes": done.bytes,
-        "seconds": done.seconds,
-        "blocked_seconds": blocked,
-        "reason": flight.reason,
-    }
-    run.journal.write("checkpoint", flight.step, **fields)
-    run.journal.status(checkpoint=done.name, step=run.journal.step)
-    run.journal.progress.checkpoint({"step": flight.step, **fields})
-    warn_of_grace(run, done.seconds, run.meter.step_seconds)
-    if run.ranks.rank == 0:
-        record_cursors(run, flight.step, flight.cursors)
-        _retain(run, flight.step, done.name)
 
 
 def _retain(run: Run, step: int, new: str) -> None:

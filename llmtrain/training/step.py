@@ -135,10 +135,8 @@ def padding_keywords(run: Run, labels: np.ndarray) -> MicroBatch:
     """Return the keywords of `LossModule.forward` for the padding of rows. labels: (B, T) int64"""
     if run.data.manifest.packing != "single":
         return {}
-    by_length, routed = (
-        attention.rope_change(run.built.bare) is not None,
-        run.built.loss.has_router_loss,
-    )
+    by_length = attention.rope_change(run.built.bare) is not None
+    routed = run.built.loss.has_router_loss
     return padding_tensors(labels, run.device, by_length=by_length, routed=routed)
 
 

@@ -173,18 +173,18 @@ class Signals:
             return
         self._noted = True
         if os.environ.get("RANK", "0") == "0":
-            _write_line(self._announcement(interrupted=number == signal.SIGINT))
+            line, again = b"stopping before the first step: there is nothing to save", b"at once"
+            if self._training:
+                line, again = (
+                    b"stopping after the step under way, with a checkpoint",
+                    b"without one",
+                )
+            hint = b" (interrupt again: " + again + b")" if number == signal.SIGINT else b""
+            _write_line(line + hint + b"\n")
         if self._late is not None:
             timer = threading.Timer(*self._late)
             timer.daemon = True
             timer.start()
-
-    def _announcement(self, *, interrupted: bool) -> bytes:
-        if not self._training:
-            again = b" (interrupt again: at once)" if interrupted else b""
-            return b"stopping before the first step: there is nothing to save" + again + b"\n"
-        again = b" (interrupt again: without one)" if interrupted else b""
-        return b"stopping after the step under way, with a checkpoint" + again + b"\n"
 
 
 class _Listener:
@@ -368,10 +368,7 @@ class Requests:
         if look or now - self._looked >= _FILES_SECONDS:
             self._there = frozenset(filter(self._is_there, self._paths))
             self._looked = now
-        own = asked(reason)
-        return Flags(
-            signal=own.signal,
-            launcher_lost=own.launcher_lost,
+        return asked(reason)._replace(
             stop_file=STOP in self._there,
             # Leaves twice the time of the longest save so far, since the last one may be slower.
             stop_after=now - self._started >= self._stop_after - 2 * self._longest_save,

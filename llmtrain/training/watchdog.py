@@ -40,10 +40,7 @@ class Watchdog:
     """Counts the calls of `look`, one a second, since the last progress."""
 
     def __init__(
-        self,
-        journal: Journal,
-        timeout_minutes: float,
-        leave: Callable[[int], object] = os._exit,
+        self, journal: Journal, timeout_minutes: float, leave: Callable[[int], object] = os._exit
     ) -> None:
         """leave: ends this process with an exit code."""
         timeout = 60 * timeout_minutes

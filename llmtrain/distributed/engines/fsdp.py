@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import accelerate
@@ -198,28 +197,19 @@ def _shard(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shardi
     module = with_common_statistics(module, accelerator)
     names = wrap_classes(module, sharding.wrap_class)
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = names
-    with _without_deepspeed():
+    # accelerate would look for DeepSpeed's engine in what it shards, and so import DeepSpeed, which
+    # takes a second and warns of what FSDP2 does not need.
+    has_deepspeed = accelerate.utils.other.is_deepspeed_available
+    accelerate.utils.other.is_deepspeed_available = lambda: False
+    try:
         prepared: nn.Module = accelerator.prepare(module, optimizer)[0]
+    finally:
+        accelerate.utils.other.is_deepspeed_available = has_deepspeed
     if on_meta:
         prepared.to_empty(device=torch.device("cpu") if sharding.offload else accelerator.device)
     if _ties(prepared) != ties:
         raise ValueError(f"tied parameters came apart: {ties} became {_ties(prepared)}")
     return prepared
-
-
-@contextmanager
-def _without_deepspeed() -> Iterator[None]:
-    """In this context accelerate takes it that DeepSpeed is not installed.
-
-    It would look for DeepSpeed's engine in what it shards, and so import DeepSpeed, which takes a
-    second and warns of what FSDP2 does not need.
-    """
-    own = accelerate.utils.other.is_deepspeed_available
-    accelerate.utils.other.is_deepspeed_available = lambda: False
-    try:
-        yield
-    finally:
-        accelerate.utils.other.is_deepspeed_available = own
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:

@@ -139,18 +139,14 @@ def create_state(optimizer: Optimizer, steps: int) -> None:
                 made = {name: torch.zeros_like(parameter) for name in names}
                 optimizer.state[parameter] = made
         if algorithm_of(group) == "adamw":  # Muon does not count its updates
-            _add_counts(optimizer, group)
+            # Each parameter's count is an element of one tensor for all.
+            parameters = group["params"]
+            on_device = group.get("fused") or group.get("capturable")
+            device = parameters[0].device if on_device else torch.device("cpu")
+            counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
+            for parameter, count in zip(parameters, counts.unbind(), strict=True):
+                optimizer.state[parameter] = {"step": count} | optimizer.state[parameter]
     set_steps(optimizer, steps)
-
-
-def _add_counts(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-    """Give each parameter of a group its count of updates, an element of one tensor for all."""
-    parameters = group["params"]
-    on_device = group.get("fused") or group.get("capturable")
-    device = parameters[0].device if on_device else torch.device("cpu")
-    counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
-    for parameter, count in zip(parameters, counts.unbind(), strict=True):
-        optimizer.state[parameter] = {"step": count} | optimizer.state[parameter]
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:
@@ -199,19 +195,14 @@ def piece(name: str, tensor: Tensor) -> Piece:
     part = local(tensor)
     if not part.is_contiguous():
         raise ValueError(f"{name} is not contiguous in memory")
-    return Piece(name, _first_row(name, tensor) * math.prod(tensor.shape[1:]), part.view(-1))
-
-
-def _first_row(name: str, tensor: Tensor) -> int:
-    """Return the first row of this rank. FSDP2 splits like torch.chunk: last ranks may be empty."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    cuts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
-    if len(cuts) != 1 or not tensor.placements[cuts[0]].is_shard(0):
-        raise ValueError(f"{name} is split as {tensor.placements}, expected its rows, once")
-    ranks = tensor.device_mesh.size(cuts[0])
-    rows = -(-tensor.shape[0] // ranks)
-    return min(tensor.device_mesh.get_local_rank(cuts[0]) * rows, tensor.shape[0])
+    row = 0
+    if isinstance(tensor, DTensor):  # FSDP2 splits like torch.chunk: last ranks may be empty
+        cuts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+        if len(cuts) != 1 or not tensor.placements[cuts[0]].is_shard(0):
+            raise ValueError(f"{name} is split as {tensor.placements}, expected its rows, once")
+        rows = -(-tensor.shape[0] // tensor.device_mesh.size(cuts[0]))
+        row = min(tensor.device_mesh.get_local_rank(cuts[0]) * rows, tensor.shape[0])
+    return Piece(name, row * math.prod(tensor.shape[1:]), part.view(-1))
 
 
 def named_tensors(model: Module) -> dict[str, Tensor]:

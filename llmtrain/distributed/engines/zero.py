@@ -58,12 +58,7 @@ _ADAM = "cpu_adam"
 
 
 def config(
-    strategy: str,
-    precision: str,
-    *,
-    max_grad_norm: float | None,
-    largest_block: int,
-    cpu: bool,
+    strategy: str, precision: str, *, max_grad_norm: float | None, largest_block: int, cpu: bool
 ) -> dict[str, Any]:
     """Return DeepSpeed's config.
 
@@ -129,7 +124,17 @@ def make(
     for name in [one for one in os.environ if one.startswith(_YAML)]:
         del os.environ[name]  # DeepSpeedPlugin refuses these keys beside a config
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    _import(cpu=cpu)
+    if cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.handlers.clear()  # they write to stdout; the rank's log has its own handlers
+    logger.propagate = True
+    if cpu:
+        # An all-reduce over shared memory, for inference. Nothing here uses it, and compiling it
+        # would delay the first run by a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     settings = config(
         strategy, precision, max_grad_norm=max_grad_norm, largest_block=largest_block, cpu=cpu
     )
@@ -198,40 +203,25 @@ def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Pa
     A process that builds keeps its lock open. On several nodes, a recent lock is left out: another
     node may hold it.
     """
+    import psutil
+
     several = env.get("WORLD_SIZE", "1") != env.get("LOCAL_WORLD_SIZE", "1")
-    found = []
-    for lock in sorted(directory.glob("*/lock")):
+    locks = sorted(directory.glob("*/lock"))
+    # The files that processes of this machine have open; other users' may not be visible.
+    processes = psutil.process_iter(["open_files"]) if locks else ()
+    opened = [one for process in processes for one in process.info["open_files"] or ()]
+    held = {os.path.realpath(one.path) for one in opened}
+    stale = []
+    for lock in locks:
         try:
             # A file's time stamp can only be compared with the clock.
             age = time.time() - lock.stat().st_mtime  # noqa: TID251
         except FileNotFoundError:  # built by now
             continue
-        if not _is_open(lock) and not (several and age < _BUILD_SECONDS) and lock.exists():
-            found.append(lock)
-    return found
-
-
-def _is_open(path: Path) -> bool:
-    """Whether a process of this machine has the file open. Other users' may not be visible."""
-    import psutil
-
-    wanted = os.path.realpath(path)
-    opened = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
-    return any(os.path.realpath(one.path) == wanted for files in opened for one in files)
-
-
-def _import(*, cpu: bool) -> None:
-    if cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
-    import deepspeed.ops
-    from deepspeed.utils import logger
-
-    logger.handlers.clear()  # they write to stdout; the rank's log has its own handlers
-    logger.propagate = True
-    if cpu:
-        # An all-reduce over shared memory, for inference. Nothing here uses it, and compiling it
-        # would delay the first run by a minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        recent = several and age < _BUILD_SECONDS
+        if os.path.realpath(lock) not in held and not recent and lock.exists():
+            stale.append(lock)
+    return stale
 
 
 Kind = Literal["partitions", "bf16", "fragments"]
@@ -510,26 +500,13 @@ def gather_unseen(offload: object) -> None:
 
 
 @contextmanager
-def overflowing(optimizer: object) -> Iterator[None]:
+def overflowing(optimizer: Any) -> Iterator[None]:
     """Make DeepSpeed's optimizer skip a step in this context, as it does at an overflow.
 
     Gradients are dropped; weights, moments and counts do not change. It replaces private names of
     DeepSpeed 0.19: the check for an overflow, which is off in stages 1 and 2 in fp32, or the whole
     step of stage 1 in bf16, which has no check.
     """
-    patched = _overflow_of(optimizer)
-    kept = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}
-    vars(optimizer).update(patched)
-    try:
-        yield
-    finally:
-        for name in patched:
-            del vars(optimizer)[name]
-        vars(optimizer).update(kept)
-
-
-def _overflow_of(optimizer: Any) -> dict[str, Any]:
-    """Return replacements for attributes of DeepSpeed's optimizer that report an overflow."""
 
     def overflow(*_: object, **__: object) -> bool:
         optimizer.overflow = True
@@ -541,10 +518,17 @@ def _overflow_of(optimizer: Any) -> dict[str, Any]:
         optimizer.clear_hp_grads()
         optimizer.clear_lp_grads()
 
-    match engine_kind(optimizer):
-        case "partitions":
-            return {"_overflow_check_and_loss_scale_update": overflow}
-        case "fragments":
-            return {"check_overflow": overflow, "check_grad_overflow": True}
-        case "bf16":
-            return {"step": skip}
+    by_kind: dict[Kind, dict[str, object]] = {
+        "partitions": {"_overflow_check_and_loss_scale_update": overflow},
+        "fragments": {"check_overflow": overflow, "check_grad_overflow": True},
+        "bf16": {"step": skip},
+    }
+    patched = by_kind[engine_kind(optimizer)]
+    own = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}
+    vars(optimizer).update(patched)
+    try:
+        yield
+    finally:
+        for name in patched:
+            del vars(optimizer)[name]
+        vars(optimizer).update(own)

@@ -40,11 +40,7 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 _OF = ("", "LOCAL_", "GROUP_", "ROLE_")
 _NUMBERS = [f"{of}{number}" for number in ("RANK", "WORLD_SIZE") for of in _OF]
 _OF_A_LAUNCHER = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
-_KINDS = {
-    "ddp": ("NO", "MULTI_CPU", "MULTI_GPU"),
-    "fsdp": ("FSDP",),
-    "zero": ("DEEPSPEED",),
-}
+_KINDS = {"ddp": ("NO", "MULTI_CPU", "MULTI_GPU"), "fsdp": ("FSDP",), "zero": ("DEEPSPEED",)}
 _WHERE = "the launch"
 
 # DeepSpeed is installed with llmtrain on Linux, and does not run on other systems.
@@ -191,47 +187,38 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
 def _other_than(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
-    """Yield problems where the launch contradicts the config."""
-    yield from _strategy(env, distributed.strategy)
+    """Yield problems where the launch contradicts the config; a plain one allows all strategies."""
+    kind, named, strategy = named_family(env), named_strategy(env), distributed.strategy
+    # HSDP without a mesh in the file uses nodes × processes of a node.
+    fine = {"auto", named} | ({"hsdp"} if named == "fsdp2" else set())
+    other = family(strategy) != kind or (named is not None and strategy not in fine)
+    if kind and strategy != "auto" and other:
+        what = "FSDP" if kind == "fsdp" else "DEEPSPEED"
+        expected = f"{named or 'auto'}: what the launch is (distributed_type {what})"
+        yield Problem("distributed.strategy", strategy, expected, f"auto, or {_plain()}")
+    elif strategy == "hsdp":
+        mesh = hsdp_mesh(env, world_size(env))
+        if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
+            yield from one_sided("distributed.strategy", mesh)
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and training.precision == "fp32":
         expected = "bf16, as mixed_precision in the accelerate file"  # `no` is only its default
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
         yield Problem("training.precision", "fp32", expected, remedy)
     key, asked = "fsdp_transformer_layer_cls_to_wrap", distributed.wrap_class
-    if named_family(env) == "fsdp" and (launched := value(env, key) or asked) != asked:
+    if kind == "fsdp" and (launched := value(env, key) or asked) != asked:
         expected = f"{asked}, as distributed.wrap_class says, or no such key"
         remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
         yield Problem(key, launched, expected, remedy)
-    if named_family(env) == "zero":
-        yield from _clipping(env, training.max_grad_norm)
+    if kind == "zero":
+        clipping, norm = value(env, "gradient_clipping").lower(), training.max_grad_norm
+        try:
+            same = clipping in ("auto", "none") or float(clipping) == norm
+        except ValueError:
+            same = False
+        if not same:
+            expected = f"auto: gradients are clipped as training.max_grad_norm ({norm}) says"
+            yield Problem("gradient_clipping", clipping, expected, "training.max_grad_norm")
     yield from check_batch(training, world_size(env))
-
-
-def _strategy(env: Mapping[str, str], asked: str) -> Iterator[Problem]:
-    """Yield a problem if the launch contradicts `distributed.strategy`; a plain one never does."""
-    launched, named = named_family(env), named_strategy(env)
-    # HSDP without a mesh in the file uses nodes × processes of a node.
-    fine = {"auto", named} | ({"hsdp"} if named == "fsdp2" else set())
-    other = family(asked) != launched or (named is not None and asked not in fine)
-    if launched and asked != "auto" and other:
-        what = "FSDP" if launched == "fsdp" else "DEEPSPEED"
-        expected = f"{named or 'auto'}: what the launch is (distributed_type {what})"
-        yield Problem("distributed.strategy", asked, expected, f"auto, or {_plain()}")
-    elif asked == "hsdp":
-        mesh = hsdp_mesh(env, world_size(env))
-        if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
-            yield from one_sided("distributed.strategy", mesh)
-
-
-def _clipping(env: Mapping[str, str], asked: float | None) -> Iterator[Problem]:
-    launched = value(env, "gradient_clipping").lower()
-    try:
-        same = launched in ("auto", "none") or float(launched) == asked
-    except ValueError:
-        same = False
-    if not same:
-        expected = f"auto: gradients are clipped as training.max_grad_norm ({asked}) says"
-        yield Problem("gradient_clipping", launched, expected, "training.max_grad_norm")
 
 
 def _plain() -> str:

@@ -232,23 +232,15 @@ def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Har
         return _zero_states(shape, strategy, precision, across)
     trainable = trained_parameters(shape)
     mine = _by_rows(trainable, across)
+    # Beside adapters, in the dtype of the forward, or in four bits with their scales.
+    held = _compute_bytes(precision) if shape.adapted else 4
     frozen = sum(
-        math.ceil(_frozen_bytes(shape, one, precision) * _by_rows([one], across))
+        math.ceil((FOUR_BITS if one.quantized else held) * _by_rows([one], across))
         for one in shape.parameters
         if not one.trainable
     )
     kept = sum(state_bytes(one.algorithm, _rows(one, across)) for one in trainable)
     return States(4 * mine + frozen, 4 * mine, kept)
-
-
-def _frozen_bytes(shape: ModelShape, one: ParameterShape, precision: str) -> float:
-    """Return the bytes of an element of a frozen parameter.
-
-    Beside adapters it is held in the dtype of the forward, or in four bits with their scales.
-    """
-    if one.quantized:
-        return FOUR_BITS
-    return _compute_bytes(precision) if shape.adapted else 4
 
 
 def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:
@@ -321,7 +313,8 @@ def checkpoint_bytes(shape: ModelShape) -> int:
     Of adapters only what is trained is saved.
     """
     saved = shape.trainable if shape.adapted else shape.count
-    return 4 * saved + _optimizer_bytes(trained_parameters(shape))
+    trained = trained_parameters(shape)
+    return 4 * saved + sum(state_bytes(one.algorithm, one.shape) for one in trained)
 
 
 def trained_parameters(shape: ModelShape) -> list[ParameterShape]:
@@ -345,11 +338,6 @@ def bucket_elements(shape: ModelShape) -> int:
 
 def _compute_bytes(precision: str) -> int:
     return 4 if precision == "fp32" else 2
-
-
-def _optimizer_bytes(parameters: Iterable[ParameterShape]) -> int:
-    """Return the bytes of the optimizer's state of whole parameters."""
-    return sum(state_bytes(one.algorithm, one.shape) for one in parameters)
 
 
 def _by_rows(parameters: Iterable[ParameterShape], across: int) -> int:
@@ -378,12 +366,12 @@ def _outside(shape: ModelShape) -> list[ParameterShape]:
 
 def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int:
     """Return the bytes that a strategy needs in addition while it computes."""
+    compute = _compute_bytes(work.precision)
     if layout.strategy in FSDP:
         # The bytes of FSDP2's gathered parameters and of the gradients that it reduces. The final
         # norm and the head stay gathered, and with them two blocks. The gradients of two blocks
         # are there in the compute dtype and in fp32. With `fsdp_sync: last` whole gradients are
         # accumulated until the last micro-batch.
-        compute = _compute_bytes(work.precision)
         outside = sum(math.prod(one.shape) for one in _outside(shape))
         stays = outside if shape.tied else outside - shape.embedding
         gathered = compute * (stays + 2 * largest_block(shape))
@@ -393,16 +381,12 @@ def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int
     if layout.strategy in ("zero1", "zero2"):
         return 3 * 4 * bucket_elements(shape)
     if layout.strategy in ZERO:
-        return _zero3_working(shape, work.precision)
+        # ZeRO-3's reduce bucket, and gathered, prefetched and small weights.
+        two = 2 * largest_block(shape)
+        live = max(two, _largest(_outside(shape)))
+        gathered = compute * (live + min(AHEAD, two)) + persistent_bytes(shape, work.precision)
+        return 4 * bucket_elements(shape) + gathered
     return saved.casts
-
-
-def _zero3_working(shape: ModelShape, precision: str) -> int:
-    """Return the bytes of ZeRO-3's reduce bucket, and of gathered, prefetched and small weights."""
-    compute, two = _compute_bytes(precision), 2 * largest_block(shape)
-    live = max(two, _largest(_outside(shape)))
-    gathered = compute * (live + min(AHEAD, two)) + persistent_bytes(shape, precision)
-    return 4 * bucket_elements(shape) + gathered
 
 
 def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:

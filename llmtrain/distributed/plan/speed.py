@@ -112,7 +112,11 @@ def step_time(
     compute = (flops(shape, work.seq_len) + again) * tokens
     compute /= _peak(work, machine) * machine.hfu
     links = _links(shape, work, layout, hardware, machine)
-    moved = _offload_seconds(shape, layout, hardware, machine)
+    moved = 0.0  # seconds of an offloaded layout's traffic over PCIe, and of its update on the host
+    if layout.strategy in OFFLOADS:
+        mine, trained = (count / hardware.devices for count in (shape.count, shape.trainable))
+        moved = (8 * mine * layout.accumulation + 8 * trained) / machine.pcie
+        moved += 28 * trained * hardware.devices_per_node / _HOST
     growth = 1 + PER_DOUBLING * math.log2(hardware.nodes)
     seconds = max(links, compute + (1 - OVERLAP) * links) * growth + moved
     return StepTime(compute, links + moved, seconds, tokens * hardware.devices)
@@ -157,11 +161,7 @@ def _lowest_trained(shape: ModelShape) -> int:
 
 
 def seconds_at_peak(
-    shape: ModelShape,
-    work: Work,
-    hardware: Hardware,
-    trained: float = 1.0,
-    real: float = 1.0,
+    shape: ModelShape, work: Work, hardware: Hardware, trained: float = 1.0, real: float = 1.0
 ) -> float | None:
     """Return the seconds of a step at the peak of all devices; None if the peak is not known.
 
@@ -198,34 +198,18 @@ def _links(
         between = 8 * shape.trainable * (hardware.nodes - 1) / hardware.nodes / machine.across
         return _ring(total, across, replace(hardware, nodes=1), machine) + between
     if layout.strategy in ZERO:
-        return _ring(_zero_bytes(shape, layout, gather, machine.reduce), across, hardware, machine)
+        # Stage 3 gathers in each pass, stages 1 and 2 once a step. Stage 1 reduces once a step,
+        # stages 2 and 3 at each micro-batch.
+        passes, times = 1, 1 if layout.strategy == "zero1" else layout.accumulation
+        gathered = shape.trainable
+        if layout.strategy in ("zero3", "zero3_offload"):
+            passes, gathered = 2 * layout.accumulation, shape.count
+        total = passes * gather * gathered + machine.reduce * shape.trainable * times
+        return _ring(total, across, hardware, machine)
     return _ring(8 * shape.trainable, hardware.devices, hardware, machine)
-
-
-def _zero_bytes(shape: ModelShape, layout: Layout, gather: int, reduce: int) -> int:
-    """Return the bytes that ZeRO gathers and reduces in a step.
-
-    Stage 3 gathers in each pass, stages 1 and 2 once a step. Stage 1 reduces once a step, stages 2
-    and 3 at each micro-batch.
-    """
-    if layout.strategy in ("zero3", "zero3_offload"):
-        return (2 * gather * shape.count + reduce * shape.trainable) * layout.accumulation
-    times = 1 if layout.strategy == "zero1" else layout.accumulation
-    return gather * shape.trainable + reduce * shape.trainable * times
 
 
 def _ring(total: int, ranks: int, hardware: Hardware, machine: Machine) -> float:
     """Return the seconds of a collective that moves `total` bytes."""
     speed = machine.inside if hardware.nodes == 1 else machine.across
     return total * (ranks - 1) / ranks / speed
-
-
-def _offload_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, machine: Machine
-) -> float:
-    """Return the seconds of an offloaded layout's traffic over PCIe and its update on the host."""
-    if layout.strategy not in OFFLOADS:
-        return 0.0
-    mine, trained = (count / hardware.devices for count in (shape.count, shape.trainable))
-    moved = 8 * mine * layout.accumulation + 8 * trained
-    return moved / machine.pcie + 28 * trained * hardware.devices_per_node / _HOST

@@ -58,12 +58,7 @@ def missing(planned: MemoryPlan, hardware: Hardware) -> int:
 
 
 def remedy(
-    shape: ModelShape,
-    count: Count,
-    work: Work,
-    layout: Layout,
-    hardware: Hardware,
-    beyond: int = 0,
+    shape: ModelShape, count: Count, work: Work, layout: Layout, hardware: Hardware, beyond: int = 0
 ) -> str:
     """Return the first change that makes this layout fit, in words.
 
@@ -83,9 +78,12 @@ def remedy(
         kept = count(arithmetic, changed.activation_checkpointing)
         if fits(kept, work, changed, hardware):
             return words
-    for words, shorter in _shorter(work):
-        if fits(_scale(saved, shorter.seq_len / work.seq_len), shorter, layout, hardware):
-            return words
+    length = work.seq_len // 2
+    while length >= _SHORTEST:
+        shorter = replace(work, seq_len=length)
+        if fits(_scale(saved, length / work.seq_len), shorter, layout, hardware):
+            return f"data.seq_len={length}"
+        length //= 2
     for words, larger in _more_devices(work, layout, hardware):
         if fits(saved, work, layout, larger):
             return words
@@ -105,13 +103,6 @@ def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, L
         yield "model.activation_checkpointing=full", full
     if layout.fsdp_sync == "last":
         yield "distributed.fsdp_sync=every", replace(layout, fsdp_sync="every")
-
-
-def _shorter(work: Work) -> Iterator[tuple[str, Work]]:
-    length = work.seq_len // 2
-    while length >= _SHORTEST:
-        yield f"data.seq_len={length}", replace(work, seq_len=length)
-        length //= 2
 
 
 def _scale(saved: Saved, share: float) -> Saved:
@@ -217,7 +208,12 @@ def possible(
     blocks_known = shape.block_class is not None or work.wrap_class != "auto"
     if len(allowed) == 1:
         if allowed[0] in FSDP and not blocks_known:
-            raise UserError(_without_blocks(shape, allowed[0]))
+            # As `fsdp.wrap_classes` raises it, but before the model is built.
+            what = "the class of the model's repeated blocks, which it does not name, for "
+            what += allowed[0]
+            named = f"distributed.wrap_class={shape.listed}, or " if shape.listed else ""
+            otherwise = f"{named}distributed.strategy=zero3"
+            raise UserError(Problem("distributed.wrap_class", "auto", what, otherwise))
         return tuple(allowed)
     absent = () if blocks_known else FSDP
     if hardware.nodes == 1 or hardware.devices_per_node == 1:
@@ -225,13 +221,6 @@ def possible(
     if hardware.devices == 1:
         absent = (*absent, "fsdp2")
     return tuple(name for name in LADDER if name in allowed and name not in absent)
-
-
-def _without_blocks(shape: ModelShape, strategy: str) -> Problem:
-    """Return the problem that `fsdp.wrap_classes` raises, before the model is built."""
-    expected = f"the class of the model's repeated blocks, which it does not name, for {strategy}"
-    named = f"distributed.wrap_class={shape.listed}, or " if shape.listed else ""
-    return Problem("distributed.wrap_class", "auto", expected, f"{named}distributed.strategy=zero3")
 
 
 def _candidates(
@@ -262,30 +251,18 @@ def _candidates(
 def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
     """Yield all layouts, from the fastest to the one that needs the least memory."""
     share = work.global_batch_size // hardware.devices
-    for micro in _micro_batches(share, work):
-        accumulation = share // micro
-        for sync in _syncs(strategy, accumulation, work.fsdp_sync):
-            yield Layout(strategy, checkpointing, micro, accumulation, sync)
-
-
-def _syncs(strategy: str, accumulation: int, asked: str | None) -> tuple[str, ...]:
-    """Return the values of `fsdp_sync` to try.
-
-    `last` is faster and needs more memory. With a single micro-batch both values are the same.
-    """
-    if strategy not in FSDP:
-        return ("every",)
-    if asked:
-        return (asked,)
-    return ("last", "every") if accumulation > 1 else ("every",)
-
-
-def _micro_batches(share: int, work: Work) -> list[int]:
-    """Return the micro-batches to try, largest first; a requested one is the only one."""
-    if work.micro_batch_size is not None:
-        return [work.micro_batch_size]
     most = min(share, max(1, work.most_tokens // work.seq_len))
-    return [size for size in range(most, 0, -1) if share % size == 0]
+    micro_batches = [size for size in range(most, 0, -1) if share % size == 0]
+    if work.micro_batch_size is not None:
+        micro_batches = [work.micro_batch_size]
+    for micro in micro_batches:
+        accumulation = share // micro
+        # `last` is faster and needs more memory. With a single micro-batch both are the same.
+        syncs = ("last", "every") if accumulation > 1 and strategy in FSDP else ("every",)
+        if work.fsdp_sync and strategy in FSDP:
+            syncs = (work.fsdp_sync,)
+        for sync in syncs:
+            yield Layout(strategy, checkpointing, micro, accumulation, sync)
 
 
 def _estimate(

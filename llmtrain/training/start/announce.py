@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 def announce(run: Run) -> None:
     """Record the start of the run, and log a summary."""
+    import psutil
+
     processes, journal, first = run.processes, run.journal, run.first_step
     resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
@@ -34,6 +36,8 @@ def announce(run: Run) -> None:
     on_rank_zero(run.ranks, journal.keep_files)
     strategy = processes.launched.strategy
     parameters, trainable = _sizes(run)
+    cuda = run.device.type == "cuda"
+    device = torch.cuda.get_device_name(run.device) if cuda else platform.processor()
     journal.write(
         "start",
         first,
@@ -41,7 +45,7 @@ def announce(run: Run) -> None:
         world_size=run.ranks.world_size,
         strategy=strategy,
         threads=processes.threads.count,
-        device=_device_name(run.device),
+        device=device or platform.machine(),
         device_type=run.device.type,
         micro_batch_size=run.built.micro_batch_size,
         accumulation=_accumulation(run),
@@ -54,7 +58,7 @@ def announce(run: Run) -> None:
         versions=processes.versions,
         plan=processes.planned.to_json(),
         host=socket.gethostname(),
-        born=_born(),
+        born=float(psutil.Process().create_time()),  # in Unix seconds
         vocabulary=run.data.tokenizer.length,
         set=dict(run.config.origins),
     )
@@ -70,13 +74,6 @@ def ready(run: Run, seconds: float) -> None:
     if run.device.type == "cuda":
         run.journal.progress.device_gb = run.processes.planned.hardware.device_bytes / 2**30
     run.journal.progress.begin()
-
-
-def _born() -> float:
-    """Return when this process began, in Unix seconds."""
-    import psutil
-
-    return float(psutil.Process().create_time())
 
 
 def report_changes(run: Run, place: ClaimedRun) -> None:
@@ -114,22 +111,16 @@ def report_changes(run: Run, place: ClaimedRun) -> None:
             "the run is %s steps long, not %s: at step %s the learning rate is %.3g, not %.3g",
             *(f"{run.steps:,}", f"{place.steps:,}", f"{step:,}", new, old),
         )
-    if first == 0:
-        _warn_of_few_steps(run)
+    counted = run.processes.auto.epoch
+    if first == 0 and counted is not None:
+        few = few_steps(run.config.training, counted, run.data.manifest, run.ranks.world_size)
+        if few:
+            _log.warning("%s", few)
+            run.journal.write("event", first, event="few_steps", detail=asdict(few))
     if run.data.heldout is None:
         event("nothing_held_out", first)
     if run.config.checkpoint.background is True and run.checkpoints.writer is None:
         event("saving_in_line", first, reason="rank 0 writes what all ranks hold parts of")
-
-
-def _warn_of_few_steps(run: Run) -> None:
-    """Say what a run of few steps is, and what to set for more."""
-    training, counted = run.config.training, run.processes.auto.epoch
-    if training.epochs is None or counted is None:
-        return
-    if found := few_steps(training, counted, run.data.manifest, run.ranks.world_size):
-        _log.warning("%s", found)
-        run.journal.write("event", run.first_step, event="few_steps", detail=asdict(found))
 
 
 def _sizes(run: Run) -> tuple[int, int]:
@@ -191,10 +182,3 @@ def _memory(run: Run) -> str:
     recompute = chosen.layout.activation_checkpointing
     planned = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     return f"{planned} of {room:.1f} GiB planned, activation checkpointing: {recompute}"
-
-
-def _device_name(device: torch.device) -> str:
-    """Return the name of the device, for people."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return platform.processor() or platform.machine()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +76,9 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Cla
     run_dir = config.run_dir
     with writable(run_dir):
         contents.check(run_dir)
-        known, run_id = read_status(run_dir), _find_run(run_dir) or uuid.uuid4().hex
+        known = read_status(run_dir)
+        run_id = known.get("run_id") or _last(jsonl.record(run_dir), "start", "run_id", str)
+        run_id = run_id or _find_saved_run(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id) as lock:
         files.probe_directory(run_dir)
         record = jsonl.record(run_dir)
@@ -117,13 +119,6 @@ def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
     """
     restarts = (environ.get(name, "0") for name in _RESTARTS)
     return asked if all(count == "0" for count in restarts) else "auto"
-
-
-def _find_run(run_dir: Path) -> str | None:
-    """Return the run's id from its status, its record or a checkpoint; None if none has it."""
-    known: str | None = read_status(run_dir).get("run_id")
-    recorded = known or _last(jsonl.record(run_dir), "start", "run_id", str)
-    return recorded or _find_saved_run(run_dir)
 
 
 def _last(record: list[dict[str, Any]], kind: str, field: str, of: type[T]) -> T | None:
@@ -173,18 +168,11 @@ def _settle_config(run_dir: Path, config: Config, *, begun: bool) -> None:
             shutil.rmtree(run_dir / name, ignore_errors=True)
         for name in (contents.MANIFEST, contents.HELDOUT, contents.AUTO):
             (run_dir / name).unlink(missing_ok=True)
-    contents.write_atomically(path, dump(_without_secrets(config)).encode())
-
-
-def _without_secrets(config: Config) -> Config:
-    """Return the config with secrets hidden in its prompts; other values that hold one are kept.
-
-    Prompts are the only free text that no later start compares or reads from there.
-    """
-    hide = secrets.hider(os.environ)
-    prompts = tuple(map(hide, config.evaluation.prompts))
+    # Secrets are hidden in prompts, the only free text that no later start compares or reads there.
+    prompts = tuple(map(secrets.hider(os.environ), config.evaluation.prompts))
     evaluation = config.evaluation.model_copy(update={"prompts": prompts})
-    return config.model_copy(update={"evaluation": evaluation})
+    hidden = config.model_copy(update={"evaluation": evaluation})
+    contents.write_atomically(path, dump(hidden).encode())
 
 
 def _compare(run_dir: Path, config: Config) -> None:
@@ -246,21 +234,17 @@ def _source_problems(
     run: schema.RunConfig,
     data: schema.DataConfig,
     evaluation: schema.EvaluationConfig,
-) -> list[Problem]:
+) -> Iterator[Problem]:
+    """Report sources whose paths do not exist on this machine, unless a run has begun."""
     if _has_begun(run, default):
-        return []
-    return [
-        *_missing(data.sources, "data.sources"),
-        *_missing(evaluation.sources, "evaluation.sources"),
+        return
+    named: list[tuple[str, schema.DocumentsConfig]] = [
+        *((f"data.sources.{n}.path", one) for n, one in enumerate(data.sources)),
+        *((f"evaluation.sources.{n}.path", one) for n, one in enumerate(evaluation.sources)),
     ]
-
-
-def _missing(sources: Sequence[schema.DocumentsConfig], key: str) -> Iterator[Problem]:
-    """Report sources whose paths do not exist on this machine."""
-    for index, source in enumerate(sources):
+    for name, source in named:
         if source.path == SAMPLE or on_hub(source.path):
             continue
-        name = f"{key}.{index}.path"
         try:
             root = Path(locate(source, name))
             if is_glob(source.path):

@@ -63,10 +63,10 @@ def open_data(
     changed = tuple(differing(before, manifest))
     state = carry_over(before, manifest) if changed else before
     if found:
-        state = _at_step(state, manifest, found, config.training.global_batch_size)
-    if config.data.lanes != "auto" or manifest.lanes > 1:  # a single lane has few conversations
-        _warn_of_discarded_blocks(ranks.world_size, workers, manifest.lanes)
-    _warn_of_lanes_that_end_apart(manifest)
+        state = replace(state, next_block=found.step * config.training.global_batch_size)
+        if tuple(found.state["weights"]) != manifest.weights:
+            state = replace(state, weights_from=state.next_block)
+    _warn_of_lanes(config, manifest, ranks.world_size, workers)
     reading = reading_of(data_settings(config), run_dir, stop)
     held = _open_heldout(config, manifest, encoder, ranks, reading)
     stream = open_stream(
@@ -84,16 +84,6 @@ def open_data(
     stack.enter_context(closing(stream))
     ended = bool(found and found.state["ended"] and not changed)
     return DataSide(manifest, encoder, held, stream, state, changed, ended)
-
-
-def _at_step(
-    state: DataState, manifest: DataManifest, found: ResumePoint, blocks: int
-) -> DataState:
-    """Return the state at the step of a checkpoint. blocks: number of blocks in a step."""
-    state = replace(state, next_block=found.step * blocks)
-    if tuple(found.state["weights"]) == manifest.weights:
-        return state
-    return replace(state, weights_from=state.next_block)
 
 
 def with_steps(
@@ -119,8 +109,7 @@ def with_steps(
         _log.info("%g epochs are %s steps (%s)", training.epochs, f"{steps:,}", how)
         training = training.model_copy(update={"steps": steps})
         config = config.model_copy(update={"training": training})
-    agreed(ranks, lambda: _refuse_shorter(config, found))
-    agreed(ranks, lambda: _refuse_without_data(config, auto.epoch or {}, found))
+    agreed(ranks, lambda: _check_length(config, auto.epoch or {}, found))
     return config
 
 
@@ -162,10 +151,7 @@ class FewSteps:
 
 
 def few_steps(
-    training: TrainingConfig,
-    counted: JsonMapping,
-    manifest: DataManifest,
-    processes: int = 1,
+    training: TrainingConfig, counted: JsonMapping, manifest: DataManifest, processes: int = 1
 ) -> FewSteps | None:
     """Return what is known of a run whose epochs are few steps; None for every other run.
 
@@ -176,7 +162,12 @@ def few_steps(
     micro = training.micro_batch_size
     unit = processes * (1 if micro == "auto" else micro)  # the global batch is a multiple of it
     least = -(-_SMALL_BATCH // unit) * unit
-    a_pass = _least_blocks(counted, manifest)
+    # The least blocks of a pass: documents that share blocks may fill them better with each further
+    # pass, at most up to the last token. A pass over little data can be a small part of a block.
+    passes: int | None = counted.get("passes")
+    a_pass: float = counted["until_end"] / passes if passes else counted["blocks"]
+    if manifest.packing != "single":
+        a_pass = min(a_pass, float(counted["tokens"]) / manifest.seq_len)
     some = math.floor(training.epochs * a_pass / FEW_STEPS)
     batch = min(training.global_batch_size, max(least, some // unit * unit))
     found = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
@@ -190,43 +181,26 @@ def few_steps(
     return FewSteps(steps, round(tokens), epochs, " ".join(found))
 
 
-def _least_blocks(counted: JsonMapping, manifest: DataManifest) -> float:
-    """Return the least number of blocks of a pass, however many passes there are.
-
-    Documents that share blocks may fill them better with each further pass, at most up to the last
-    token: a pass over little data can be a small part of a block.
-    """
-    passes: int | None = counted.get("passes")
-    blocks: float = counted["until_end"] / passes if passes else counted["blocks"]
-    if manifest.packing == "single":
-        return blocks
-    return min(blocks, float(counted["tokens"]) / manifest.seq_len)
-
-
-def _refuse_shorter(config: Config, found: ResumePoint | None) -> None:
-    steps = config.total_steps
-    if found and found.step > steps:
-        key = "training.steps" if config.training.epochs is None else "training.epochs"
-        value = steps if config.training.epochs is None else f"{config.training.epochs:g}"
-        expected = f"at least {found.step} steps, as {found.name} has done (these are {steps})"
-        raise UserError(Problem(key, value, expected))
-
-
-def _refuse_without_data(config: Config, counted: JsonMapping, found: ResumePoint | None) -> None:
-    """Raise UserError for a fresh run that would end before the first block with a document."""
-    if config.training.epochs is None or found is not None or not counted.get("passes"):
-        return
-    first, blocks = counted["first"], config.total_steps * config.training.global_batch_size
-    if first is None or first >= blocks:
-        value = f"{config.training.epochs:g} ({config.total_steps} steps)"
-        expected = "a run that trains on something: "
-        expected += (
-            "no row has anything to train on"
-            if first is None
-            else (f"in these {blocks} blocks there is no document; the first is in block {first}")
-        )
-        remedy = "data.lanes=1, or more epochs" if first is not None else "llmtrain data inspect"
-        raise UserError(Problem("training.epochs", value, expected, remedy))
+def _check_length(config: Config, counted: JsonMapping, found: ResumePoint | None) -> None:
+    """Raise UserError for a run that has made more steps, or ends before its first document."""
+    steps, epochs = config.total_steps, config.training.epochs
+    if found:
+        if found.step > steps:
+            expected = f"at least {found.step} steps, as {found.name} has done (these are {steps})"
+            if epochs is None:
+                raise UserError(Problem("training.steps", steps, expected))
+            raise UserError(Problem("training.epochs", f"{epochs:g}", expected))
+    elif epochs is not None and counted.get("passes"):
+        first, blocks = counted["first"], steps * config.training.global_batch_size
+        if first is None:
+            why, remedy = "no row has anything to train on", "llmtrain data inspect"
+        elif first >= blocks:
+            why = f"in these {blocks} blocks there is no document; the first is in block {first}"
+            remedy = "data.lanes=1, or more epochs"
+        else:
+            return
+        expected = f"a run that trains on something: {why}"
+        raise UserError(Problem("training.epochs", f"{epochs:g} ({steps} steps)", expected, remedy))
 
 
 def _checked_data(config: Config, run_dir: Path) -> tuple[DataManifest, DocumentEncoder]:
@@ -248,10 +222,22 @@ def _unwritable(prompts: Sequence[str], encoder: DocumentEncoder) -> Iterator[Pr
             yield Problem("evaluation.prompts", prompt, f"messages of a user; {error}")
 
 
-def _warn_of_lanes_that_end_apart(manifest: DataManifest) -> None:
-    """Warn if `max_epochs` ends lanes at very different steps: the last steps are padding then."""
+def _warn_of_lanes(config: Config, manifest: DataManifest, world_size: int, workers: int) -> None:
+    """Warn of blocks that are read in vain, and of last steps that are padding.
+
+    The latter come where `max_epochs` ends lanes at very different steps.
+    """
+    lanes = manifest.lanes
+    factor = discard_factor(world_size, workers, lanes)
+    # A single lane, where it was not asked for, has few conversations.
+    if factor > 1 and (config.data.lanes != "auto" or lanes > 1):
+        _log.warning(
+            "each process reads %d blocks for one that it uses: %d processes × %d workers do not "
+            "divide the run's %d lanes",
+            *(factor, world_size, max(1, workers), lanes),
+        )
     for source in manifest.sources:
-        count, lanes = len(source.units), manifest.lanes
+        count = len(source.units)
         few = lanes > 1 and count < UNITS_PER_LANE * lanes
         if source.max_epochs is not None and not source.cached and few:
             _log.warning(
@@ -261,22 +247,26 @@ def _warn_of_lanes_that_end_apart(manifest: DataManifest) -> None:
             )
 
 
-def _warn_of_discarded_blocks(world_size: int, workers: int, lanes: int) -> None:
-    factor = discard_factor(world_size, workers, lanes)
-    if factor > 1:
-        _log.warning(
-            "each process reads %d blocks for one that it uses: %d processes × %d workers do not "
-            "divide the run's %d lanes",
-            *(factor, world_size, max(1, workers), lanes),
-        )
-
-
 def _open_heldout(
     config: Config, manifest: DataManifest, encoder: DocumentEncoder, ranks: Ranks, reading: Reading
 ) -> HeldOut | None:
     """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
+    from safetensors import SafetensorError
+
     path = config.run_dir / HELDOUT
-    on_rank_zero(ranks, lambda: _prepare_heldout(config, manifest, encoder, path, reading))
+
+    def make() -> None:
+        try:
+            if path.exists():
+                heldout.load(path)
+                return
+        except SafetensorError:
+            _log.warning("%s was damaged and is made again", path)
+        sources = survey.evaluation_sources(data_settings(config), reading)
+        limit = config.evaluation.max_documents
+        heldout.prepare(manifest, encoder, path, limit, reading, sources)
+
+    on_rank_zero(ranks, make)
     held = agreed(ranks, lambda: heldout.load(path))
     tokens = len(held.ids) if held else 0
     wanted = from_rank_zero(ranks, lambda: tokens)
@@ -288,19 +278,3 @@ def _open_heldout(
 
     agreed(ranks, compare)
     return held
-
-
-def _prepare_heldout(
-    config: Config, manifest: DataManifest, encoder: DocumentEncoder, path: Path, reading: Reading
-) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        if path.exists():
-            heldout.load(path)
-            return
-    except SafetensorError:
-        _log.warning("%s was damaged and is made again", path)
-    own = survey.evaluation_sources(data_settings(config), reading)
-    limit = config.evaluation.max_documents
-    heldout.prepare(manifest, encoder, path, limit, reading, own)

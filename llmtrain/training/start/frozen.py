@@ -87,10 +87,7 @@ def decide_kernels(config: schema.Config) -> Kernels:
     """Return the settings of the config, or those that an earlier start on such a device froze."""
     auto = FrozenChoices(config.run_dir, f"any/{'cpu' if on_cpu() else 'cuda'}/any")
     known = {attention.KEY: auto.attention_backend, compiling.KEY: auto.compile}
-    asked = {
-        attention.KEY: config.model.attention_backend,
-        compiling.KEY: config.training.compile,
-    }
+    asked = {attention.KEY: config.model.attention_backend, compiling.KEY: config.training.compile}
     chosen = {key: known[key] if value == "auto" else value for key, value in asked.items()}
     return Kernels(
         attention=chosen[attention.KEY] or "auto",
@@ -124,55 +121,44 @@ def check_kernels(kernels: Kernels) -> None:
 @contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
     """Let torch use these kernels in the whole process. Enter it before CUDA computes anything."""
-    with attention.kernels(kernels.attention), _deterministic(asked=kernels.deterministic):
-        yield
-
-
-@contextmanager
-def _deterministic(*, asked: bool) -> Iterator[None]:
-    if not asked:
-        yield
-        return
-    os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
-    before = torch.are_deterministic_algorithms_enabled()
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    # Otherwise every new tensor is filled, which only helps to find reads of memory never written.
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        settings.fill_uninitialized_memory = filled
+    with attention.kernels(kernels.attention):
+        if not kernels.deterministic:
+            yield
+            return
+        os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+        before = torch.are_deterministic_algorithms_enabled()
+        settings: Any = torch.utils.deterministic
+        filled = settings.fill_uninitialized_memory
+        torch.use_deterministic_algorithms(True)
+        # Else every new tensor is filled, which only helps to find reads of memory never written.
+        settings.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+            settings.fill_uninitialized_memory = filled
 
 
 def decide_compile(config: schema.Config, processes: Processes, *, document_mask: bool) -> Compiled:
-    """Return what to compile, and freeze it. Collective.
+    """Return what to compile, and freeze it: `blocks` if that saves time in a run of this length.
 
-    Raises UserError for a whole model with documents that are hidden from each other.
+    Collective: every rank must be able to. Raises UserError for a whole model with documents that
+    are hidden from each other.
     """
-    launched = processes.launched
-    mode = processes.auto.compile or _choose_compile(config.total_steps, launched)
-    processes.auto.compile = mode
+    launched, mode = processes.launched, processes.auto.compile
+    if mode is None:
+        mode = "off"
+        # DeepSpeed's own hooks inside the blocks cut their graphs into pieces.
+        long = config.total_steps >= _LONG_RUN and family(launched.strategy) != "zero"
+        if long and launched.device.type == "cuda":
+            if missing := compiling.missing_compiler(cpu=False):
+                _log.warning("nothing is compiled, as torch lacks %s", missing)
+            mode = "off" if launched.ranks.highest(int(bool(missing))) else "blocks"
+        processes.auto.compile = mode
     cpu = launched.device.type == "cpu"
     found = tuple(compiling.problems(mode, cpu=cpu, document_mask=document_mask))
     agreed(launched.ranks, lambda: raise_any(found))
     return mode
-
-
-def _choose_compile(steps: int, launched: Launched) -> Compiled:
-    """Return `blocks` if that saves time in a run of `steps`, and every rank can; else `off`.
-
-    DeepSpeed's own hooks inside the blocks cut their graphs into pieces.
-    """
-    device = launched.device.type
-    if device != "cuda" or steps < _LONG_RUN or family(launched.strategy) == "zero":
-        return "off"
-    missing = compiling.missing_compiler(cpu=False)
-    if missing:
-        _log.warning("nothing is compiled, as torch lacks %s", missing)
-    return "off" if launched.ranks.highest(int(bool(missing))) else "blocks"
 
 
 LOSS_KERNEL_KEY = "training.loss_kernel"
@@ -279,12 +265,21 @@ def trained_tokens(
         return token_ids(tokenizer, asked)
     if isinstance(named, schema.TrainTokenizer):
         return ()
+    path, revision = named_tokenizer(named, base)
+    return token_ids(path, asked, revision, added)
+
+
+def named_tokenizer(named: str, base: Base | None) -> tuple[str, str | None]:
+    """Return the directory or Hub id, and its revision, of a tokenizer that a config names.
+
+    base: whose tokenizer is that of `auto`
+    """
     if named == "sample":
-        with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as at:
-            return token_ids(at, asked, added=added)
+        return str(importlib.resources.files("llmtrain.data").joinpath("sample")), None
     if named == "auto":
-        return token_ids(base.path, asked, base.revision, added)
-    return token_ids(named, asked, added=added)
+        assert base is not None
+        return base.path, base.revision
+    return named, None
 
 
 def check_base(config: schema.Config, base: Base | None, found: ResumePoint) -> None:
@@ -375,21 +370,16 @@ def find_base(model: schema.ModelConfig) -> Base:
         expected = f"null, as model.from={model.from_} is a directory, which has no revisions"
         raise UserError(Problem("model.revision", model.revision, expected))
     if contents.is_run(place):
-        place = _checkpoint_of(place)
+        root, run_id = place / contents.CHECKPOINTS, read_status(place).get("run_id")
+        name = candidates.best(root, run_id)
+        if name is None:
+            expected, remedy = "a run that has a whole checkpoint", f"checkpoints list {place}"
+            raise UserError(Problem(KEY, place, expected, f"`llmtrain {remedy}`"))
+        place = root / name
     untrusted.check(str(place))
     if (place / CONFIG).is_file():
         check_code(str(place), place / CONFIG)
     return Base(str(place.absolute()), None, _digest(place))
-
-
-def _checkpoint_of(run_dir: Path) -> Path:
-    """Return the best checkpoint of a run. Raises UserError if it has none that is whole."""
-    root = run_dir / contents.CHECKPOINTS
-    name = candidates.best(root, read_status(run_dir).get("run_id"))
-    if name is None:
-        expected = "a run that has a whole checkpoint"
-        raise UserError(Problem(KEY, run_dir, expected, f"`llmtrain checkpoints list {run_dir}`"))
-    return root / name
 
 
 def check_unchanged(base: Base) -> None:

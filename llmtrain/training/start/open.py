@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
-from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.plan.speed import seconds_at_peak
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.memory import Profile
@@ -47,7 +46,7 @@ from llmtrain.training.start.weights import build_model
 from llmtrain.training.step import flags
 from llmtrain.training.stop import Requests
 from llmtrain.training.watchdog import Watchdog, watching
-from llmtrain.types import Ranks
+from llmtrain.types import JsonObject
 
 # A wait for the network ends this long after a signal; a batch queue kills after about 30 s.
 _PATIENCE_SECONDS = 10.0
@@ -168,6 +167,7 @@ def _assemble(
         without_gain=saved.get("patience") or 0,
     )
     ranks, started = launched.ranks, here.signals.started
+    rows = config.training.global_batch_size // ranks.world_size
     return Run(
         config=config,
         found=found,
@@ -175,19 +175,18 @@ def _assemble(
         processes=processes,
         data=data,
         built=model,
-        feed=_feed(config, data, first, ranks),
-        meter=_meter(config, processes, data, saved.get("sources", {})),
-        journal=journal,
-        log=RunLog(
-            journal,
-            due,
+        feed=Feed(data.stream, first, rows, config.data.seq_len),
+        meter=Meter(
             launched.device,
-            evaluation,
-            processes.planned.memory,
-            model.held_before,
-            _seconds_at_peak(config, processes),
-            _profile(config, launched, journal),
+            data.manifest.labels,
+            partial(learning_rate, config.optimizer, config.total_steps),
+            roll,
+            world_size=ranks.world_size,
+            sources=saved.get("sources", {}),
+            stream_digest=data.state.stream_digest,
         ),
+        journal=journal,
+        log=_open_log_of_run(config, processes, journal, due, evaluation, model.held_before),
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
@@ -196,44 +195,29 @@ def _assemble(
     )
 
 
-def _feed(config: Config, data: DataSide, first: int, ranks: Ranks) -> Feed:
-    rows = config.training.global_batch_size // ranks.world_size
-    return Feed(data.stream, first, rows, config.data.seq_len)
-
-
-def _profile(config: Config, launched: Launched, journal: Journal) -> Profile | None:
-    steps, rank = config.logging.profile_steps, launched.ranks.rank
-    if steps is None:
-        return None
-    operators = config.run_dir / contents.PROFILE / contents.OPERATORS
-    return Profile(operators, rank, launched.device, steps, journal.event)
-
-
-def _seconds_at_peak(config: Config, processes: Processes) -> Callable[[int, int], float | None]:
-    """Return what gives the seconds of a step at the devices' peak.
-
-    Its arguments are the trained tokens of the step, and those that are not padding. Where the loss
-    is computed from all logits, or by torch, the head is computed for every token.
-    """
-    planned = processes.planned
+def _open_log_of_run(
+    config: Config,
+    processes: Processes,
+    journal: Journal,
+    due: Due,
+    evaluation: JsonObject | None,
+    held_before: int,
+) -> RunLog:
+    launched, planned = processes.launched, processes.planned
     asked = work(config, processes.auto.run["precision"], cpu=planned.hardware.cpu)
     tokens = asked.seq_len * asked.global_batch_size
     chunked = processes.auto.loss_kernel == "chunked"
 
     def seconds(trained: int, real: int) -> float | None:
+        # Where the loss is computed from all logits, or by torch, the head is computed for every
+        # token.
         shares = (trained / tokens if chunked else real / tokens, real / tokens)
         return seconds_at_peak(planned.shape, asked, planned.hardware, *shares)
 
-    return seconds
-
-
-def _meter(config: Config, processes: Processes, data: DataSide, sources: dict[str, int]) -> Meter:
-    return Meter(
-        processes.launched.device,
-        data.manifest.labels,
-        partial(learning_rate, config.optimizer, config.total_steps),
-        roll,
-        world_size=processes.launched.ranks.world_size,
-        sources=sources,
-        stream_digest=data.state.stream_digest,
-    )
+    profile = None
+    if (steps := config.logging.profile_steps) is not None:
+        operators = config.run_dir / contents.PROFILE / contents.OPERATORS
+        rank, device = launched.ranks.rank, launched.device
+        profile = Profile(operators, rank, device, steps, journal.event)
+    known = (launched.device, evaluation, planned.memory, held_before)
+    return RunLog(journal, due, *known, seconds, profile)

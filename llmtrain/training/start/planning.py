@@ -9,7 +9,6 @@ machines.
 
 from __future__ import annotations
 
-import importlib.resources
 import logging
 import math
 import os
@@ -24,7 +23,7 @@ import torch
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import is_foreign
 from llmtrain.config.checks import strategies_with, strategy_problem, unsplit
-from llmtrain.config.schema import AdapterConfig, Config, TrainTokenizer
+from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import zero
 from llmtrain.distributed.engines.accelerator import on_cpu
@@ -45,7 +44,13 @@ from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.run import Planned
-from llmtrain.training.start.frozen import asked_kernel, find_base, resolve_adapter, trained_tokens
+from llmtrain.training.start.frozen import (
+    asked_kernel,
+    find_base,
+    named_tokenizer,
+    resolve_adapter,
+    trained_tokens,
+)
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
@@ -85,26 +90,19 @@ def describe(
     if found is None:
         if config.model.from_ and base is None:
             base = find_base(config.model)
-        tokens = tokens_of(config, run_dir, base)
-        found = model_config(config.model, tokens, config.data.seq_len, base)
+        special = tokens_of(config, run_dir, base)
+        found = model_config(config.model, special, config.data.seq_len, base)
     _check_depth(found, hardware)
-    asked = (config.model.freeze, *_adapter(config, run_dir, base))
+    begun = run_dir if run_dir is not None and _has_begun(run_dir) else None
+    tokens = trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
+    adapter = resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
+    asked = (config.model.freeze, adapter, tokens)
 
     def count(arithmetic: str, checkpointing: str) -> Saved:
         return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
 
     updates = partial(algorithms, config.optimizer)
     return PaperModel(found, describe_parameters(found, *asked, updates=updates), count)
-
-
-def _adapter(
-    config: Config, run_dir: Path | None, base: Base | None
-) -> tuple[AdapterConfig, tuple[int, ...]]:
-    """Return the settings of the adapters, and the tokens that are trained with them."""
-    if run_dir is None or not _has_begun(run_dir):
-        return config.adapter, trained_tokens(config, base, None)
-    tokens = trained_tokens(config, base, run_dir / contents.TOKENIZER)
-    return resolve_adapter(config, FrozenChoices(run_dir, "")), tokens
 
 
 def _check_depth(model_config: Any, hardware: memory.Hardware) -> None:
@@ -191,7 +189,13 @@ def plan_start(
     )
     model = describe(config, hardware, run_dir, base)
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
-    allowed, without = _possible(strategies_for(config, env), cpu=hardware.cpu)
+    allowed = strategies_for(config, env)
+    without: dict[str, Problem] = {}  # the first reason why a strategy does not work here
+    tried = [name for name in allowed if family(name) == "zero"] if len(allowed) > 1 else []
+    for name in tried:  # a single one is kept: the start later refuses it with the same message
+        if problem := next(zero.missing_parts(name, cpu=hardware.cpu), None):
+            without[name] = problem
+    allowed = tuple(name for name in allowed if name not in without)
     resident = tuple(name for name in allowed if name not in memory.OFFLOADS)
     try:
         choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
@@ -223,20 +227,6 @@ def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
     if "ddp" not in allowed:
         raise UserError(unsplit(allowed[0]))
     return ("ddp",)
-
-
-def _possible(allowed: tuple[str, ...], *, cpu: bool) -> tuple[tuple[str, ...], dict[str, Problem]]:
-    """Return the strategies that work on this machine, and why each of the others does not.
-
-    A strategy that was set explicitly is kept: the start later refuses it with the same message.
-    """
-    if len(allowed) == 1:
-        return allowed, {}
-    found = {
-        name: list(zero.missing_parts(name, cpu=cpu)) for name in allowed if family(name) == "zero"
-    }
-    without = {name: problems[0] for name, problems in found.items() if problems}
-    return tuple(name for name in allowed if name not in without), without
 
 
 def does_not_fit(
@@ -343,11 +333,5 @@ def tokens_of(config: Config, run_dir: Path | None, base: Base | None) -> Specia
         return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
         return SpecialTokens(asked.train + len(added), 0, 0, 0)  # the special one is its first
-    if asked == "sample":
-        sample = importlib.resources.files("llmtrain.data.sample")
-        with importlib.resources.as_file(sample) as folder:
-            return special_tokens(folder, added=added)
-    if asked == "auto":
-        assert base is not None  # `auto` is the tokenizer of model.from
-        return special_tokens(base.path, base.revision, added)
-    return special_tokens(asked, added=added)
+    path, revision = named_tokenizer(asked, base)
+    return special_tokens(path, revision, added)

@@ -86,7 +86,8 @@ def prepare(
     partial.mkdir()
     if not any(key.startswith(("model.", "chat.template")) for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
-    write_data(config, found, partial, base, _date_of(run_dir / MANIFEST))
+    chat = manifests.glance(run_dir / MANIFEST).get("chat")
+    write_data(config, found, partial, base, chat and chat["settings"]["date"])
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
@@ -173,13 +174,6 @@ def _open_chat(
         return tokenizer, chat
     _log.warning("tokenizing with tokenizers, as tiktoken gives conversations other ids")
     return open_tokenizer(directory), reference
-
-
-def _date_of(manifest: Path) -> str | None:
-    """Return the date in the manifest of a run with conversations."""
-    chat = manifests.glance(manifest).get("chat")
-    date: str | None = chat and chat["settings"]["date"]
-    return date
 
 
 def _take_over(run_dir: Path) -> None:

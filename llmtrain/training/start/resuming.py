@@ -32,11 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(
-    config: Config,
-    processes: Processes,
-    place: ClaimedRun,
-    journal: Journal,
-    patience: Patience,
+    config: Config, processes: Processes, place: ClaimedRun, journal: Journal, patience: Patience
 ) -> ResumePoint | None:
     """Return the checkpoint to resume from, the same on all ranks; None in a new run.
 
@@ -63,10 +59,15 @@ def find_checkpoint(
         patience=patience,
     )
     agreed(ranks, lambda: _refuse_other(found, config, processes.bound, place))
-    _report_missing(found, place, journal, resume)
     if found is None:
+        if place.begun:
+            journal.event("begun_again", 0, reason="no checkpoint was committed before")
         _log.info("run       %s: a new run", config.run_dir)
         return None
+    known = form.step_of(place.checkpoint) if place.checkpoint else None
+    if known and known > found.step and resume == "auto":  # older than the record names
+        missing = {"checkpoint": place.checkpoint, "used": found.name}
+        journal.event("checkpoint_missing", found.step, **missing)
     seconds = time.perf_counter() - start
     why = "the newest valid one" if resume == "auto" else f"as checkpoint.resume = {resume} asks"
     _log.info(
@@ -112,16 +113,3 @@ def _refuse_other(
         expected = f"{place.checkpoint}, which the record of the run names"
         remedy = "put it back, or begin again in another run.dir"
         raise UserError(Problem(str(root), "no checkpoint", expected, remedy))
-
-
-def _report_missing(
-    found: ResumePoint | None, place: ClaimedRun, journal: Journal, resume: str
-) -> None:
-    """Report if a run begins again, or resumes from an older checkpoint than its record names."""
-    if found is None and place.begun:
-        journal.event("begun_again", 0, reason="no checkpoint was committed before")
-    known = form.step_of(place.checkpoint) if place.checkpoint else None
-    if found and known and known > found.step and resume == "auto":
-        journal.event(
-            "checkpoint_missing", found.step, checkpoint=place.checkpoint, used=found.name
-        )

@@ -44,7 +44,7 @@ from llmtrain.metrics import memory
 from llmtrain.model import attention
 from llmtrain.model.attention import JOINED, STEP, backend, document_tensors, model_keywords
 from llmtrain.model.compile import uncompiled
-from llmtrain.model.count import shorten
+from llmtrain.model.count import by_layer, shorten
 from llmtrain.model.loss import made_up_batch
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
@@ -258,9 +258,8 @@ def check_padding(
     others = ids.clone()
     others[0, real:] = (ids[0, real:] + 1) % vocabulary
     placed: dict[str, Tensor] = {}
-    if (
-        attention.rope_change(model) is not None
-    ):  # as `padding_tensors`, beside a row as long as a block
+    # As `padding_tensors`, beside a row as long as a block.
+    if attention.rope_change(model) is not None:
         positions = torch.arange(size, device=device).repeat(2, 1)
         positions[0, real:], positions[1] = 0, positions[1] + seq_len - size
         placed["position_ids"] = positions
@@ -398,24 +397,22 @@ def why_apart(config: Any, seq_len: int) -> str:
     A model that cannot be built small is tried only when it is loaded.
     """
     key = f"{seq_len} {config.to_json_string()}"
-    if key not in _known:
-        _known[key] = _tried(config, seq_len)
-    return _known[key]
-
-
-def _tried(config: object, seq_len: int) -> str:
+    if key in _known:
+        return _known[key]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = small_model(config)
-    if model is None:
-        return ""
-    attention.install(model, seq_len, tell=False)
-    model.eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(_SPREAD)
-        return what_is_seen(model, bare_forward(model, _CPU, "fp32"), _CPU, "fp32", seq_len)
+    seen = ""
+    if model is not None:
+        attention.install(model, seq_len, tell=False)
+        model.eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(_SPREAD)
+            seen = what_is_seen(model, bare_forward(model, _CPU, "fp32"), _CPU, "fp32", seq_len)
+    _known[key] = seen
+    return seen
 
 
 def small_model(config: Any) -> PreTrainedModel | None:
@@ -463,14 +460,9 @@ def _narrow(config: Any, factor: int) -> Any:
 
 def _kinds(config: Any, whole: list[torch.nn.Module]) -> int:
     """Return how many blocks, from the first one on, have all kinds of blocks among them."""
-    number = len(whole)
-    lists = [
-        value
-        for value in config.get_text_config().to_dict().values()
-        if isinstance(value, list) and len(value) == number
-    ]
+    lists = by_layer(config, len(whole)).values()
     kinds = [
         (repr(block), *(str(values[at]) for values in lists)) for at, block in enumerate(whole)
     ]
     last = max((kinds.index(kind) for kind in set(kinds)), default=0)
-    return min(number, max(2, last + 1))
+    return min(len(whole), max(2, last + 1))

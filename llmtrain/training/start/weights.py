@@ -47,7 +47,6 @@ from llmtrain.training.start.frozen import (
     choose_kernel,
     decide_compile,
 )
-from llmtrain.types import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +93,9 @@ def build_model(
         _log.info("compiling %s (%d modules) at their first forward", compiled, count)
     optimizer = make_optimizer(built.bare, config.optimizer)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
-    on_rank_zero(launched.ranks, lambda: _check_room(config, spec, processes.run_id))
+    root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
+    room = (root, config.checkpoint, config.total_steps, size, len(spec) + _SMALL_FILES)
+    on_rank_zero(launched.ranks, lambda: check_room(*room, processes.run_id))
     prepared = _prepare(built, processes, optimizer, config.training.z_loss)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
@@ -213,13 +214,6 @@ def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> A
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
     return build.model_config(config.model, tokens, config.data.seq_len, base)
-
-
-def _check_room(config: Config, spec: Spec, run_id: str) -> None:
-    """Refuse a run whose checkpoints the disk cannot hold."""
-    root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
-    files = len(spec) + _SMALL_FILES
-    check_room(root, config.checkpoint, config.total_steps, size, files, run_id)
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trials.Trial) -> int:
