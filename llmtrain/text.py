@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TypeGuard
 from unicodedata import combining, east_asian_width
@@ -153,6 +153,12 @@ def parse_duration(text: str) -> int | None:
         return None
     parts = (int(part or 0) for part in found.groups())
     return sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) or None
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """Return the first few names for a message, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def columns(text: str) -> int:

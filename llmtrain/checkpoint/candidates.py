@@ -21,7 +21,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, OtherFormatError
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.text import first_few
 from llmtrain.types import JsonMapping, JsonObject
 
 COMPLETE, PARTIAL, TRASH = "complete", "partial", "trash"
@@ -57,13 +58,6 @@ def clean_up(root: Path) -> list[str]:
     Called by rank 0 at the start, while it holds the run's lock. What cannot be deleted is logged.
     """
     return _delete(root, [one for one in form.names(root) if kind_of(one) in (PARTIAL, TRASH)])
-
-
-def remove_partials(root: Path) -> None:
-    """Remove every partial checkpoint. Raises OSError if one cannot be removed."""
-    for name in form.names(root):
-        if kind_of(name) == PARTIAL:
-            shutil.rmtree(root / name)
 
 
 def prune(root: Path, policy: CheckpointConfig, run_id: str, resumed_from: str | None) -> list[str]:
@@ -264,7 +258,7 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
     """
     own = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
-        there = f"there are {_list(own)}" if own else "which has no checkpoint"
+        there = f"there are {first_few(own, _SHOWN)}" if own else "which has no checkpoint"
         raise _refusal(name, f"a checkpoint of this run; {name} is not in {root}, {there}", _AUTO)
     try:
         manifest, state = _outside(root / name)
@@ -276,7 +270,7 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
         raise _refusal(name, expected, remedy)
     newer = tuple(one for one in own if (form.step_of(one) or 0) > manifest.step)
     if newer and not supersede:
-        expected = f"the newest checkpoint of this run; newer are {_list(newer)}"
+        expected = f"the newest checkpoint of this run; newer are {first_few(newer, _SHOWN)}"
         remedy = f"checkpoint.supersede=true renames those and deletes nothing, or {_AUTO}"
         raise _refusal(name, expected, remedy)
     return Candidate(name, manifest, state, newer)
@@ -378,8 +372,3 @@ def _reason(path: Path) -> str:
         return (path / WHY).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return "renamed as damaged (`llmtrain checkpoints verify` says why)"
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -41,7 +41,7 @@ from llmtrain import faults, system
 from llmtrain.agreement import captured
 from llmtrain.checkpoint import files as disk
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.candidates import remove_partials
+from llmtrain.checkpoint.candidates import PARTIAL, kind_of
 from llmtrain.checkpoint.format import CheckpointManifest, Entry, Extent, Extents, TensorLocation
 from llmtrain.system import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec
@@ -195,7 +195,9 @@ def _create(root: Path, step: int, spec: Spec, small: Mapping[str, bytes]) -> Ex
     if not root.is_dir():
         root.mkdir(parents=True)
         system.sync_directory(root.parent)
-    remove_partials(root)
+    for name in form.names(root):
+        if kind_of(name) == PARTIAL:
+            shutil.rmtree(root / name)
     final = root / form.directory_name(step)
     if os.path.lexists(final):  # renaming onto it would fail, after all the writing
         text = "something has this checkpoint's name, and it is not overwritten"

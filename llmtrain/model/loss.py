@@ -27,8 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,7 @@ _TOKENS = 8
 _WITHIN = 1e-5  # of the largest logit
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The function of a plain head: softcap(scale · (W·x + b))."""
 
     scale: float = 1.0
@@ -60,16 +58,6 @@ class Head:
         """Return the logits of the products W·x + b."""
         scaled = products * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
-
-
-def head_to_json(found: Head | str) -> Any:
-    """Return an answer of `examine` as a JSON value."""
-    return asdict(found) if isinstance(found, Head) else found
-
-
-def head_from_json(value: Any) -> Head | str:
-    """Return the answer that `head_to_json` wrote."""
-    return value if isinstance(value, str) else Head(**value)
 
 
 def examine(model: PreTrainedModel, *, compare: bool = True) -> Head | str:

@@ -132,19 +132,6 @@ def as_quantized(model: Any) -> Iterator[None]:
         del model.is_loaded_in_4bit
 
 
-def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the four-bit layers of a model compute in `dtype`."""
-    module: Any
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.compute_dtype, module.compute_type_is_set = dtype, True
-
-
-def is_quantized(weight: nn.Parameter) -> bool:
-    """Whether a parameter holds four-bit weights, now or once it is on its device."""
-    return type(weight).__name__ == "Params4bit"
-
-
 _TARGETS = "adapter.targets"
 CONFIG_FILE = "adapter_config.json"  # as peft names it
 BASE_FILE = "adapter.json"
@@ -179,7 +166,10 @@ def attach(
     if config.kind == "qlora" and not meta:
         quantize(model, dtype)
     inject(model, config, targets, new_tokens, meta=meta)
-    compute_in(model, dtype)
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.compute_dtype, module.compute_type_is_set = dtype, True
     hold_base(model, dtype)
     if not meta:
         _log.info(
@@ -262,7 +252,9 @@ def hold_base(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) ->
     held: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is None or not weight.is_floating_point() or is_quantized(weight):
+            if weight is None or not weight.is_floating_point():
+                continue
+            if type(weight).__name__ == "Params4bit":  # in four bits, or once it is on its device
                 continue
             if weight.dtype == dtype or (weight.requires_grad and not trained):
                 continue

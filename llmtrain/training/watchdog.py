@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from llmtrain import system
 from llmtrain.errors import RESTARTABLE
@@ -104,8 +103,21 @@ class Watchdog:
         return next(((told.code, str(told)) for told in found if told and told.is_cause), None)
 
     def _write_stacks(self, said: str) -> None:
+        """Append the stacks of all threads to the log, or to stderr if it cannot be opened."""
         log_file = contents.log_file(self._journal.run_dir, self._rank)
-        _in_thread(lambda: _append_stacks(log_file, said))
+
+        def append() -> None:
+            try:
+                file = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except OSError:
+                file = os.dup(2)
+            try:
+                os.write(file, f"{said}; the stacks of all threads:\n".encode())
+                faulthandler.dump_traceback(file=file, all_threads=True)
+            finally:
+                os.close(file)
+
+        _in_thread(append)
 
 
 @contextmanager
@@ -136,19 +148,6 @@ def watching(
         over.set()
         watches.join()
         tells.join(_WRITING_SECONDS)
-
-
-def _append_stacks(log_file: Path, said: str) -> None:
-    """Append the stacks of all threads to the log, or to stderr if the log cannot be opened."""
-    try:
-        file = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError:
-        file = os.dup(2)
-    try:
-        os.write(file, f"{said}; the stacks of all threads:\n".encode())
-        faulthandler.dump_traceback(file=file, all_threads=True)
-    finally:
-        os.close(file)
 
 
 def _in_thread(work: Callable[[], object]) -> None:

@@ -38,6 +38,7 @@ from llmtrain import system
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.text import first_few
 from llmtrain.torch_private import fsdp_groups
 
 _log = logging.getLogger(__name__)
@@ -54,16 +55,11 @@ def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Mo
     if not norms or accelerator.num_processes == 1:
         return module
     if accelerator.device.type == "cpu":
-        expected = f"one process on a CPU, for a model with batch norm ({_some(norms)})"
+        expected = f"one process on a CPU, for a model with batch norm ({first_few(norms, 1)})"
         raise UserError(Problem("processes", accelerator.num_processes, expected, "GPUs, or one"))
-    _log.info("batch norm is computed over all processes (SyncBatchNorm): %s", _some(norms))
+    _log.info("batch norm is computed over all processes (SyncBatchNorm): %s", first_few(norms, 1))
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]  # torch has no stub for it
     return converted
-
-
-def _some(found: list[str]) -> str:
-    """Return the first of the names, and how many more there are."""
-    return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
 
 
 # Values of a launch file that are not followed: (key, value, reason or replacement).

@@ -432,7 +432,17 @@ class DeepSpeedEngine(Engine):
         self._zero = self._model.optimizer  # DeepSpeed's, around ours
         self._optimizer = self._zero.optimizer
         if engine_kind(self._zero) == "partitions":
-            gather_unseen(self._zero.parameter_offload)
+            # Hide the operations of stage 3 from torch's dispatch modes. Selective activation
+            # checkpointing records every operation of a block in such a mode, and expects the same
+            # ones in the second forward, but stage 3 gathers differently there.
+            offload = self._zero.parameter_offload
+            for hook in (
+                "pre_sub_module_forward",
+                "post_sub_module_forward",
+                "pre_sub_module_backward",
+            ):
+                name = f"{hook}_function"
+                setattr(offload, name, without_modes(getattr(offload, name)))
         self._held = held_after(named, self._zero)
         return prepared
 
@@ -484,19 +494,6 @@ class DeepSpeedEngine(Engine):
         """See `Engine.finish_loading`. It renews the copies of the masters. Collective."""
         state.set_steps(self._optimizer, steps)
         renew_copies(self._zero)
-
-
-def gather_unseen(offload: object) -> None:
-    """Hide the operations of stage 3 from torch's dispatch modes.
-
-    Selective activation checkpointing records every operation of a block in such a mode, and
-    expects the same ones in the second forward, but stage 3 gathers differently there.
-
-    offload: DeepSpeed's `parameter_offload`, whose hooks call the functions that are replaced.
-    """
-    for when in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward"):
-        name = f"{when}_function"
-        setattr(offload, name, without_modes(getattr(offload, name)))
 
 
 @contextmanager

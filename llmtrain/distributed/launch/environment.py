@@ -15,18 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain.config.checks import check_batch, check_micro_batch
-from llmtrain.distributed.launch.named import (
-    example,
-    hsdp_mesh,
-    named_family,
-    named_mesh,
-    named_strategy,
-    number,
-    one_sided,
-    unsupported_problems,
-    value,
-    with_variables,
-)
+from llmtrain.distributed.launch import named
 from llmtrain.distributed.plan.memory import FSDP, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
 from llmtrain.errors import Problem, UserError, raise_any
@@ -38,7 +27,7 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 # The variables that torch's launcher sets for a rank, besides all that begin with TORCHELASTIC_:
 # RANK, LOCAL_RANK, … and WORLD_SIZE, LOCAL_WORLD_SIZE, …
 _OF = ("", "LOCAL_", "GROUP_", "ROLE_")
-_NUMBERS = [f"{of}{number}" for number in ("RANK", "WORLD_SIZE") for of in _OF]
+_NUMBERS = [f"{of}{what}" for what in ("RANK", "WORLD_SIZE") for of in _OF]
 _OF_A_LAUNCHER = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _KINDS = {"ddp": ("NO", "MULTI_CPU", "MULTI_GPU"), "fsdp": ("FSDP",), "zero": ("DEEPSPEED",)}
 _WHERE = "the launch"
@@ -74,8 +63,11 @@ def launch_problems(
     """
     if problems := launcher_problems(exported):  # the number of processes may be wrong
         return [*problems, *check_micro_batch(training)]
-    found = [*unsupported_problems(env, world_size(env)), *_other_than(env, distributed, training)]
-    return list(with_variables(found, exported))
+    found = [
+        *named.unsupported_problems(env, world_size(env)),
+        *_other_than(env, distributed, training),
+    ]
+    return list(named.with_variables(found, exported))
 
 
 def check_docstrings(optimize: int) -> None:
@@ -107,7 +99,7 @@ def verify_launch(
         expected = f"{started} processes (WORLD_SIZE); every process thinks it is alone"
         remedy = "export ACCELERATE_USE_CPU=true, or make the GPUs visible to all processes"
         problems.append(Problem("accelerate's num_processes", launched_processes, expected, remedy))
-    if named_family(env) not in (None, family(strategy)):
+    if named.named_family(env) not in (None, family(strategy)):
         expected = "a strategy of the launch (distributed_type FSDP or DEEPSPEED)"
         problems.append(Problem("the strategy that is trained", strategy, expected))
     kinds = _KINDS[family(strategy)]
@@ -128,13 +120,13 @@ def allowed_strategies(env: Mapping[str, str], asked: str) -> tuple[str, ...]:
     A plain launch allows all strategies that a plan may choose from; FSDP and DEEPSPEED name one.
     Call it after `check_environment`, and before an `Accelerator` writes into the environment.
     """
-    named = named_strategy(env) if asked == "auto" else asked
-    return LADDER if named is None else (named,)
+    strategy = named.named_strategy(env) if asked == "auto" else asked
+    return LADDER if strategy is None else (strategy,)
 
 
 def world_size(env: Mapping[str, str]) -> int:
     """Return how many processes the launcher started; 1 without a launcher."""
-    return number(env, "WORLD_SIZE") or 1
+    return named.number(env, "WORLD_SIZE") or 1
 
 
 def launcher_variables(env: Mapping[str, str]) -> list[str]:
@@ -150,7 +142,7 @@ def awaited(env: Mapping[str, str]) -> str:
     place = f"at {address} (MASTER_ADDR, MASTER_PORT)"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return f"its launcher {place}"
-    if number(env, "RANK") != 0:
+    if named.number(env, "RANK") != 0:
         return f"rank 0 {place}"
     others = "rank 1" if size == 2 else f"all of the ranks 1 to {size - 1}"
     return f"{others} {place}"
@@ -169,7 +161,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
         return []
     problems = []
     for name in _SIZES:
-        if env.get(name, "1") != "1" and number(env, name) != 1:
+        if env.get(name, "1") != "1" and named.number(env, name) != 1:
             expected = "1 or unset: no launcher started this process (LOCAL_RANK is not set)"
             names = dict.fromkeys([name, *launcher_variables(env)])
             remedy = f"unset {' '.join(names)}, or use accelerate launch"
@@ -177,7 +169,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[Problem]:
     if "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
         expected = "several processes, but the launcher started one (WORLD_SIZE is not set)"
         remedy = (
-            f"distributed_type: MULTI_GPU with use_cpu: true, as in {example('cpu')} "
+            f"distributed_type: MULTI_GPU with use_cpu: true, as in {named.example('cpu')} "
             "(MULTI_CPU and --cpu start one process); without a launcher: unset MASTER_ADDR"
         )
         problems.append(Problem("MASTER_ADDR", env["MASTER_ADDR"], expected, remedy))
@@ -188,29 +180,33 @@ def _other_than(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
     """Yield problems where the launch contradicts the config; a plain one allows all strategies."""
-    kind, named, strategy = named_family(env), named_strategy(env), distributed.strategy
+    kind, launched, strategy = (
+        named.named_family(env),
+        named.named_strategy(env),
+        distributed.strategy,
+    )
     # HSDP without a mesh in the file uses nodes × processes of a node.
-    fine = {"auto", named} | ({"hsdp"} if named == "fsdp2" else set())
-    other = family(strategy) != kind or (named is not None and strategy not in fine)
+    fine = {"auto", launched} | ({"hsdp"} if launched == "fsdp2" else set())
+    other = family(strategy) != kind or (launched is not None and strategy not in fine)
     if kind and strategy != "auto" and other:
         what = "FSDP" if kind == "fsdp" else "DEEPSPEED"
-        expected = f"{named or 'auto'}: what the launch is (distributed_type {what})"
+        expected = f"{launched or 'auto'}: what the launch is (distributed_type {what})"
         yield Problem("distributed.strategy", strategy, expected, f"auto, or {_plain()}")
     elif strategy == "hsdp":
-        mesh = hsdp_mesh(env, world_size(env))
-        if named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
-            yield from one_sided("distributed.strategy", mesh)
+        mesh = named.hsdp_mesh(env, world_size(env))
+        if named.named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
+            yield from named.one_sided("distributed.strategy", mesh)
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and training.precision == "fp32":
         expected = "bf16, as mixed_precision in the accelerate file"  # `no` is only its default
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
         yield Problem("training.precision", "fp32", expected, remedy)
     key, asked = "fsdp_transformer_layer_cls_to_wrap", distributed.wrap_class
-    if kind == "fsdp" and (launched := value(env, key) or asked) != asked:
+    if kind == "fsdp" and (wrapped := named.value(env, key) or asked) != asked:
         expected = f"{asked}, as distributed.wrap_class says, or no such key"
-        remedy = f"distributed.wrap_class={launched}, or remove it from the accelerate file"
-        yield Problem(key, launched, expected, remedy)
+        remedy = f"distributed.wrap_class={wrapped}, or remove it from the accelerate file"
+        yield Problem(key, wrapped, expected, remedy)
     if kind == "zero":
-        clipping, norm = value(env, "gradient_clipping").lower(), training.max_grad_norm
+        clipping, norm = named.value(env, "gradient_clipping").lower(), training.max_grad_norm
         try:
             same = clipping in ("auto", "none") or float(clipping) == norm
         except ValueError:
@@ -222,4 +218,4 @@ def _other_than(
 
 
 def _plain() -> str:
-    return f"a plain launch, which leaves every strategy open ({example('ddp')})"
+    return f"a plain launch, which leaves every strategy open ({named.example('ddp')})"

@@ -17,6 +17,7 @@ from statistics import median
 
 from llmtrain.config.schema import TrainingConfig
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.text import first_few
 from llmtrain.types import Numbers
 
 _log = logging.getLogger(__name__)
@@ -127,16 +128,11 @@ def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell
         _log.error("replicas differ at step %d in %s", step, name)
     tell("replicas_differ", step, ranks=ranks, count=len(names), names=names[:_NAMED])
     raise RunError(
-        f"replicas hold different weights at step {step}: {_some(names)}",
+        f"replicas hold different weights at step {step}: {first_few(names, _NAMED)}",
         RESTARTABLE,
         "the same command resumes from the newest checkpoint, where they were equal; a machine "
         "whose rank is named again and again should be left out",
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _divergence(numbers: Numbers, why: str) -> RunError:

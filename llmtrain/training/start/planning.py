@@ -44,13 +44,7 @@ from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.run import Planned
-from llmtrain.training.start.frozen import (
-    asked_kernel,
-    find_base,
-    named_tokenizer,
-    resolve_adapter,
-    trained_tokens,
-)
+from llmtrain.training.start import frozen
 from llmtrain.types import ModelShape, Saved
 
 _log = logging.getLogger(__name__)
@@ -89,13 +83,13 @@ def describe(
     found = config_of_newest_checkpoint(config, run_dir)
     if found is None:
         if config.model.from_ and base is None:
-            base = find_base(config.model)
+            base = frozen.find_base(config.model)
         special = tokens_of(config, run_dir, base)
         found = model_config(config.model, special, config.data.seq_len, base)
     _check_depth(found, hardware)
     begun = run_dir if run_dir is not None and _has_begun(run_dir) else None
-    tokens = trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
-    adapter = resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
+    tokens = frozen.trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
+    adapter = frozen.resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
     asked = (config.model.freeze, adapter, tokens)
 
     def count(arithmetic: str, checkpointing: str) -> Saved:
@@ -153,7 +147,7 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
     run_dir: where a run has begun there, its loss is computed as it began
     """
     training, device = config.training, "cpu" if cpu else "cuda"
-    in_chunks = asked_kernel(training, run_dir) in ("auto", "chunked")
+    in_chunks = frozen.asked_kernel(training, run_dir) in ("auto", "chunked")
     recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
     return memory.Work(
         seq_len=config.data.seq_len,
@@ -263,8 +257,8 @@ def _prefer_frozen(
     hardware, device = planned.hardware, "cpu" if planned.hardware.cpu else "cuda"
     kind = launch_kind(planned.layout.strategy, device, hardware.devices)
     known = FrozenChoices(run_dir, kind).launch
-    frozen = {key: known[key] for key in FROZEN if key in known and getattr(asked, key) is None}
-    layout = replace(planned.layout, **frozen)
+    open_keys = [key for key in FROZEN if key in known and getattr(asked, key) is None]
+    layout = replace(planned.layout, **{key: known[key] for key in open_keys})
     if layout == planned.layout:
         return planned
     share = asked.global_batch_size // hardware.devices
@@ -333,5 +327,5 @@ def tokens_of(config: Config, run_dir: Path | None, base: Base | None) -> Specia
         return special_tokens(run_dir / contents.TOKENIZER)
     if isinstance(asked, TrainTokenizer):
         return SpecialTokens(asked.train + len(added), 0, 0, 0)  # the special one is its first
-    path, revision = named_tokenizer(asked, base)
+    path, revision = frozen.named_tokenizer(asked, base)
     return special_tokens(path, revision, added)

@@ -25,14 +25,8 @@ from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, check
+from llmtrain.data.tokens import tokenizer as tokenizers
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded, chat_facts, settings_of
-from llmtrain.data.tokens.tokenizer import (
-    Tokenizer,
-    choose_tokenizer,
-    open_tokenizer,
-    tokenizer_config,
-    train_bpe,
-)
 from llmtrain.errors import UserError
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config
@@ -107,7 +101,7 @@ def write_data(
     """
     make_tokenizer(config, found, directory / TOKENIZER, base)
     documents = survey.some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
-    tokenizer = choose_tokenizer(directory / TOKENIZER, documents)
+    tokenizer = tokenizers.choose_tokenizer(directory / TOKENIZER, documents)
     facts, apart = None, False
     if found.has_chat:
         settings = settings_of(config.chat, date or datetime.now().isoformat(timespec="seconds"))
@@ -162,8 +156,8 @@ def _need_blocks_of_their_own(
 
 
 def _open_chat(
-    directory: Path, settings: Settings, seq_len: int, tokenizer: Tokenizer
-) -> tuple[Tokenizer, Chat]:
+    directory: Path, settings: Settings, seq_len: int, tokenizer: tokenizers.Tokenizer
+) -> tuple[tokenizers.Tokenizer, Chat]:
     """Return the chat template of a new run, and the tokenizer that both texts and chat get.
 
     tokenizer: the one that was chosen for texts. It is replaced by that of `tokenizers` if it gives
@@ -173,7 +167,7 @@ def _open_chat(
     if chat.probe() == reference.probe():
         return tokenizer, chat
     _log.warning("tokenizing with tokenizers, as tiktoken gives conversations other ids")
-    return open_tokenizer(directory), reference
+    return tokenizers.open_tokenizer(directory), reference
 
 
 def _take_over(run_dir: Path) -> None:
@@ -229,9 +223,11 @@ def make_tokenizer(
     if isinstance(asked, TrainTokenizer):
         _log.info("training a tokenizer of %d entries on the training documents", asked.train)
         start = time.perf_counter()
-        text = train_bpe(survey.training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train)
+        text = tokenizers.train_bpe(
+            survey.training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train
+        )
         (partial / "tokenizer.json").write_text(text, "utf-8")
-        (partial / "tokenizer_config.json").write_text(tokenizer_config(), "utf-8")
+        (partial / "tokenizer_config.json").write_text(tokenizers.tokenizer_config(), "utf-8")
         _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)
     elif asked == "sample":
         sample = importlib.resources.files("llmtrain.data.sample")

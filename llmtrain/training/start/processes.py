@@ -30,15 +30,8 @@ from llmtrain.rundir.contents import check_shared
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import decide_threads
 from llmtrain.training.run.run import Planned, Processes
+from llmtrain.training.start import frozen
 from llmtrain.training.start.claim import ClaimedRun, check_start
-from llmtrain.training.start.frozen import (
-    Kernels,
-    check_kernels,
-    decide_base,
-    decide_kernels,
-    keep_base,
-    using,
-)
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start
 from llmtrain.types import Ranks
 
@@ -62,15 +55,15 @@ def start_processes(
     system.beat("joining the other processes")
     # For products that are timed before it is known what this launch began with.
     torch.set_num_threads(decide_threads(config.training.threads, None, os.environ).count)
-    kernels = decide_kernels(config)
-    stack.enter_context(using(kernels))
+    kernels = frozen.decide_kernels(config)
+    stack.enter_context(frozen.using(kernels))
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         wrong = unknown_fields(config.model)
         on_rank_zero(meeting, lambda: check_start(config, meeting.world_size, wrong))
         precision, why = decide_precision(config, meeting)
-        base = decide_base(config.model, config.run_dir, meeting)
+        base = frozen.decide_base(config.model, config.run_dir, meeting)
         rank = meeting.rank
         planned = agreed(meeting, lambda: plan_here(config, precision, kernels, base, rank))
         _same_everywhere(bound, meeting, planned, {"precision": precision, **versions})
@@ -86,7 +79,7 @@ def start_processes(
     auto.precision = precision
     _freeze(auto, planned, kernels)
     if base:
-        keep_base(auto, config.model, base)
+        frozen.keep_base(auto, config.model, base)
     begun = auto.threads
     threads = decide_threads(config.training.threads, begun, os.environ)
     torch.set_num_threads(threads.count)
@@ -95,7 +88,7 @@ def start_processes(
     return Processes(bound, launched, planned, base, run_id, auto, versions, again, *decided)
 
 
-def _freeze(auto: FrozenChoices, planned: Planned, kernels: Kernels) -> None:
+def _freeze(auto: FrozenChoices, planned: Planned, kernels: frozen.Kernels) -> None:
     """Freeze the plan's layout and the kernels, where an earlier start has not, or no longer fits.
 
     The micro-batch is first tried on the device.
@@ -119,13 +112,13 @@ def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:
 
     def here() -> tuple[str, str]:
         # All ranks read it before the group exists; rank 0 writes it only afterwards.
-        frozen = FrozenChoices(config.run_dir, "").precision
-        if frozen and config.training.precision == "auto":
-            return frozen, "as this run began"
+        known = FrozenChoices(config.run_dir, "").precision
+        if known and config.training.precision == "auto":
+            return known, "as this run began"
         return launching.resolve_precision(config.training.precision)
 
-    told = from_rank_zero(ranks, lambda: here() if launching.on_cpu() else None)
-    return (told[0], told[1]) if told else here()
+    answer = from_rank_zero(ranks, lambda: here() if launching.on_cpu() else None)
+    return (answer[0], answer[1]) if answer else here()
 
 
 def _verify(asked: str, launched: Launched) -> None:
@@ -152,7 +145,7 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
 def plan_here(
     config: Config,
     precision: str,
-    kernels: Kernels,
+    kernels: frozen.Kernels,
     base: Base | None,
     rank: int,
     env: Mapping[str, str] = os.environ,
@@ -162,7 +155,7 @@ def plan_here(
     env: variables of the rank
     """
     try:
-        check_kernels(kernels)
+        frozen.check_kernels(kernels)
         planned = plan_start(config, config.run_dir, precision, base, env)
         strategy = planned.layout.strategy
         if family(strategy) == "zero":
@@ -182,7 +175,7 @@ def _same_everywhere(
     layout = {key: str(value) for key, value in asdict(planned.layout).items()}
     values = {key: str(value) for key, value in bound.values.items()}
     mine = {**values, **layout, **versions, "device": planned.hardware.device or "cpu"}
-    heard = gathered(ranks, mine)
+    of_ranks = gathered(ranks, mine)
 
     def compare() -> None:
         problems = [
@@ -192,7 +185,7 @@ def _same_everywhere(
                 f"{value}, as on rank 0",
                 _SAME_MEMORY if key in layout else "",
             )
-            for rank, other in enumerate(heard)
+            for rank, other in enumerate(of_ranks)
             for key, value in mine.items()
             if other.get(key) != value
         ]

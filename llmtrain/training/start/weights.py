@@ -32,21 +32,12 @@ from llmtrain.metrics import memory
 from llmtrain.model import attention, build, shape
 from llmtrain.model.base import Base
 from llmtrain.model.compile import compile_blocks
-from llmtrain.model.loss import Head, LossModule, examine, head_from_json, head_to_json, why_wrapped
+from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run.run import ModelSide, Processes
-from llmtrain.training.start import trials
-from llmtrain.training.start.frozen import (
-    adapter_files,
-    asked_kernel,
-    attach_adapters,
-    check_base,
-    check_unchanged,
-    choose_kernel,
-    decide_compile,
-)
+from llmtrain.training.start import frozen, trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +73,7 @@ def build_model(
     system.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
-    compiled = decide_compile(config, processes, document_mask=data.document_mask)
+    compiled = frozen.decide_compile(config, processes, document_mask=data.document_mask)
     built = _build(config, processes, found)
     if processes.base is not None:
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
@@ -106,7 +97,7 @@ def build_model(
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         trials.discarded_pass(trial, micro_batch_size)
-    beside = adapter_files(config, processes, built.bare, spec)
+    beside = frozen.adapter_files(config, processes, built.bare, spec)
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
         built.bare, loss, prepared, spec, micro_batch_size, held_before, beside, compiled, hiding
@@ -150,22 +141,22 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
     launched, base = processes.launched, processes.base
     ranks, adapted = launched.ranks, config.adapter.kind != "none"
     if found:
-        on_rank_zero(ranks, lambda: check_base(config, base, found))
+        on_rank_zero(ranks, lambda: frozen.check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
-    asked = asked_kernel(config.training, config.run_dir)
+    asked = frozen.asked_kernel(config.training, config.run_dir)
 
     def load() -> tuple[PreTrainedModel, Head | str]:
         mine = copy.deepcopy(described)
         if base is None or (found and not adapted):  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
-            check_unchanged(base)
+            frozen.check_unchanged(base)
             _log.info("loading the weights of %s", base)
             model = build.build(mine, config.model, base)
         attention.install(model, config.data.seq_len)
         head = "logits are asked for" if asked == "logits" else examine(model)
-        attach_adapters(config, processes, model, meta=False)
+        frozen.attach_adapters(config, processes, model, meta=False)
         return model, why_wrapped(model) or head
 
     if launched.sharding is None or ranks.world_size == 1:
@@ -173,10 +164,11 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
         return Built(model, False, None, _choose(config, processes, asked, head))
     whole, head = agreed(ranks, lambda: load() if ranks.rank == 0 else (None, ""))
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
-    head = head_from_json(from_rank_zero(ranks, lambda: head_to_json(head)))
+    sent: str | list[Any] = from_rank_zero(ranks, lambda: head)
+    head = sent if isinstance(sent, str) else Head(*sent)
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
-    attach_adapters(config, processes, bare, meta=True)
+    frozen.attach_adapters(config, processes, bare, meta=True)
     if whole:
         bare.generation_config = whole.generation_config
     return Built(bare, True, whole, _choose(config, processes, asked, head))
@@ -185,7 +177,9 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
 def _choose(config: Config, processes: Processes, asked: str, head: Head | str) -> Head | None:
     """Freeze the kernel of the loss, and return the head that it is for. Collective."""
     kind = (processes.precision, config.training.z_loss)
-    kernel, chosen = agreed(processes.launched.ranks, lambda: choose_kernel(asked, head, *kind))
+    kernel, chosen = agreed(
+        processes.launched.ranks, lambda: frozen.choose_kernel(asked, head, *kind)
+    )
     processes.auto.loss_kernel = kernel
     return chosen
 
@@ -227,8 +221,8 @@ def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trial
     auto = processes.auto
     if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
         auto.micro_batch_size = planned
-    if (frozen := auto.micro_batch_size) is not None:
-        return frozen
+    if auto.micro_batch_size is not None:
+        return auto.micro_batch_size
     rows = config.global_batch_size // launched.ranks.world_size
     size = trials.fitting_micro_batch(trial, [n for n in range(planned, 0, -1) if rows % n == 0])
     auto.micro_batch_size = size

@@ -18,9 +18,9 @@ from helpers import bases, chats, corpus
 
 from llmtrain.agreement import Alone
 from llmtrain.config.schema import Config, RunConfig, TrainingConfig
+from llmtrain.data.tokens import tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.tools.data.inspect import inspect
-from llmtrain.training.start import prepare
 from llmtrain.training.start.data import FewSteps, few_steps, open_data
 
 BESTFIT: Any = SimpleNamespace(packing="bestfit", seq_len=64)  # what is read of a manifest
@@ -81,7 +81,7 @@ def before_step_1(folder, name):
     processes: Any = SimpleNamespace(launched=launched, base=None)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(Tokenizer, "_encode", encoding)
-        patch.setattr(prepare, "choose_tokenizer", chosen)
+        patch.setattr(tokenizer, "choose_tokenizer", chosen)
         begun = bytes_read()
         data = open_data(config, processes, None, stack, Event().is_set)
         batch = next(data.stream)

@@ -45,7 +45,7 @@ def test_a_later_start_decides_nothing(config, run_dir, monkeypatch, caplog):
     stored = json.loads((run_dir / MANIFEST).read_text())
     stored["tokenizer"]["backend"] = "tokenizers"
     (run_dir / MANIFEST).write_text(json.dumps(stored))
-    monkeypatch.setattr("llmtrain.training.start.prepare.choose_tokenizer", None)
+    monkeypatch.setattr("llmtrain.data.tokens.tokenizer.choose_tokenizer", None)
     prepare(config, run_dir, 1, None)
     assert load_manifest(config, run_dir).tokenizer.backend == "tokenizers"
     assert (run_dir / TOKENIZER / "tokenizer.json").is_file()
