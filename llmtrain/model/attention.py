@@ -36,7 +36,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from llmtrain.errors import Problem, raise_any
 from llmtrain.torch_private import unset_fake_temporarily
@@ -347,7 +352,7 @@ def model_keywords(
     return keywords
 
 
-def _unequal_heads(model_config: Any) -> Iterator[Problem]:
+def _unequal_heads(model_config: PreTrainedConfig) -> Iterator[Problem]:
     """Yield the problem of keys that queries cannot share: such a model builds, but never runs.
 
     A field that a config leaves out has transformers' default, which is meant for a large model.

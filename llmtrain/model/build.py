@@ -13,10 +13,9 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -34,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def model_config(
     asked: ModelConfig, tokens: SpecialTokens, seq_len: int, base: Base | None = None
-) -> Any:
+) -> PreTrainedConfig:
     """Return the transformers config of the model, checked against the tokenizer and `seq_len`.
 
     base: the weights that it begins with; None = it is made from `model.config`
@@ -51,7 +50,7 @@ def model_config(
     return config
 
 
-def build(config: object, asked: ModelConfig, base: Base | None) -> PreTrainedModel:
+def build(config: PreTrainedConfig, asked: ModelConfig, base: Base | None) -> PreTrainedModel:
     """Return the model with the weights of `base`, or with random ones where it is None.
 
     Random weights use torch's global generator. Raises UserError for weights that do not fit, and
@@ -75,19 +74,19 @@ def build(config: object, asked: ModelConfig, base: Base | None) -> PreTrainedMo
     return _set_up(model, asked)
 
 
-def stored_config(checkpoint: Path) -> Any:
+def stored_config(checkpoint: Path) -> PreTrainedConfig:
     """Return the config in one of our checkpoints."""
     return _without_code(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
 
 
-def rebuild(config: object, asked: ModelConfig) -> PreTrainedModel:
+def rebuild(config: PreTrainedConfig, asked: ModelConfig) -> PreTrainedModel:
     """Return a model of this config with random weights. A checkpoint may be read into it later."""
     model = from_config(config)
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
 
 
-def skeleton(config: object, asked: ModelConfig) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, asked: ModelConfig) -> PreTrainedModel:
     """Return the same model on meta, for a rank that receives its weights from another rank."""
     return _set_up(on_meta(config), asked)
 
@@ -115,7 +114,7 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
         raise UserError(Problem(key, model.config.model_type, expected))
 
 
-def _load(config: Any, base: Base) -> PreTrainedModel:
+def _load(config: PreTrainedConfig, base: Base) -> PreTrainedModel:
     """Return the model with the weights of `base`, and with as many rows as `config` says.
 
     Raises UserError unless its parameters have the names and shapes that their config gives.
@@ -145,7 +144,7 @@ def _load(config: Any, base: Base) -> PreTrainedModel:
     return model
 
 
-def _read(config: object, base: Base) -> PreTrainedModel:
+def _read(config: PreTrainedConfig, base: Base) -> PreTrainedModel:
     """Return the model of a config with the weights of `base`, in fp32."""
     from safetensors import SafetensorError
 
@@ -181,7 +180,7 @@ def _read(config: object, base: Base) -> PreTrainedModel:
     return model
 
 
-def weights_config(base: Base) -> Any:
+def weights_config(base: Base) -> PreTrainedConfig:
     """Return the transformers config of the weights, with as many rows as they have.
 
     Raises UserError for a config that transformers refuses.
@@ -202,13 +201,13 @@ def weights_config(base: Base) -> Any:
     return _without_code(config)
 
 
-def _without_code(config: object) -> Any:
+def _without_code(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config without the names of code of its own, which is never run."""
     vars(config).pop("auto_map", None)
     return config
 
 
-def _from_fields(asked: ModelConfig, tokens: SpecialTokens) -> Any:
+def _from_fields(asked: ModelConfig, tokens: SpecialTokens) -> PreTrainedConfig:
     fields = asked.config
     model_type = fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
@@ -243,7 +242,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     return (StrictDataclassError, OSError, *CANNOT_BUILD)
 
 
-def _refused_field(error: Exception, fields: Mapping[str, Any], prefix: str) -> Problem | None:
+def _refused_field(error: Exception, fields: Mapping[str, object], prefix: str) -> Problem | None:
     """Return the problem of the field that transformers' type check refuses, if it is the cause."""
     found = re.match(r"Validation error for field '(\w+)':", str(error))
     if found is None or found[1] not in fields:
@@ -279,7 +278,9 @@ def _causal(model_type: str, key: str) -> None:
         raise UserError(Problem(key, model_type, expected))
 
 
-def _size_problems(config: Any, tokens: SpecialTokens, seq_len: int) -> Iterator[Problem]:
+def _size_problems(
+    config: PreTrainedConfig, tokens: SpecialTokens, seq_len: int
+) -> Iterator[Problem]:
     try:
         text = config.get_text_config()
     except ValueError as error:  # such as a decoder of music beside an encoder of texts

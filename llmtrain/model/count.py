@@ -52,7 +52,7 @@ class CannotCountError(Exception):
 
 
 def count_saved(
-    model_config: object,
+    model_config: PreTrainedConfig,
     seq_len: int,
     arithmetic: str,
     checkpointing: str,
@@ -96,7 +96,7 @@ def _fields(value: object) -> object:
 
 
 def _count(
-    model_config: object,
+    model_config: PreTrainedConfig,
     seq_len: int,
     arithmetic: str,
     checkpointing: str,
@@ -154,7 +154,9 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
     )
 
 
-def _model(described: object, arithmetic: str, name: str, frozen: set[str]) -> PreTrainedModel:
+def _model(
+    described: PreTrainedConfig, arithmetic: str, name: str, frozen: set[str]
+) -> PreTrainedModel:
     """Return the model as a run trains it.
 
     name: the name of its attention.
@@ -324,7 +326,7 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  
         for hook in hooks:
             hook.remove()
 
-    def _enter(self, _block: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, _block: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._in_block = True
         if self.first is None and args and args[0].requires_grad:
             self.first = get_gradient_edge(args[0])
@@ -367,7 +369,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
-def _alike(model_config: Any, repeated: Sequence[nn.Module]) -> bool:
+def _alike(model_config: PreTrainedConfig, repeated: Sequence[nn.Module]) -> bool:
     """Whether all blocks have the same code, shapes and values in the config's lists by layer."""
     described = model_config.get_text_config()
     lists = by_layer(model_config, len(repeated)).values()
@@ -381,14 +383,14 @@ def _alike(model_config: Any, repeated: Sequence[nn.Module]) -> bool:
     return all(other == first for other in others)
 
 
-def by_layer(model_config: Any, number: int) -> dict[str, list[Any]]:
+def by_layer(model_config: PreTrainedConfig, number: int) -> dict[str, list[object]]:
     """Return the fields of a config that are lists with a value for each of its `number` blocks."""
     fields: dict[str, object] = model_config.get_text_config().to_dict()
     lists = {key: value for key, value in fields.items() if isinstance(value, list)}
     return {key: value for key, value in lists.items() if len(value) == number}
 
 
-def shorten(model_config: Any, number: int, count: int) -> Any:
+def shorten(model_config: PreTrainedConfig, number: int, count: int) -> PreTrainedConfig:
     """Return the config with `count` of its `number` blocks, and its lists by layer shortened."""
     short = copy.deepcopy(model_config)
     if count == number:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
@@ -310,7 +310,7 @@ class LossModule(nn.Module):
         return output
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The model's config, which accelerate reads from the root module."""
         return self.model.config
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
@@ -53,7 +53,7 @@ Updates = Callable[[nn.Module], Mapping[int, Algorithm]]
 
 
 def describe_parameters(
-    model_config: object,
+    model_config: PreTrainedConfig,
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
     new_tokens: Sequence[int] = (),
@@ -82,7 +82,7 @@ def describe_parameters(
     return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
-def on_meta(model_config: Any) -> PreTrainedModel:
+def on_meta(model_config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model on meta, which has shapes, names and ties but no storage.
 
     Raises UserError for a config that transformers accepts but cannot build a model from, with the
@@ -113,7 +113,9 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def from_config(model_config: object, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def from_config(
+    model_config: PreTrainedConfig, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Return the model with random weights from torch's global generator."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         model_config, dtype=dtype, trust_remote_code=False
@@ -217,7 +219,7 @@ def _first_number(described: object, names: Sequence[str]) -> int:
     return next((value for value in values if isinstance(value, int)), 0)
 
 
-def _attention(described: Any) -> int:
+def _attention(described: PreTrainedConfig) -> int:
     """Return Σ heads × head size over the layers with softmax attention.
 
     State-space layers and linear attention do not count.

@@ -14,11 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AddedToken,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_line
@@ -75,7 +81,7 @@ def special_tokens(
     return SpecialTokens(_length(facts.entries, added), facts.bos, facts.eos, facts.pad)
 
 
-def length_of(tokenizer: Any, added: Sequence[str] = ()) -> int:
+def length_of(tokenizer: PreTrainedTokenizerBase, added: Sequence[str] = ()) -> int:
     """Return the number that all ids of a tokenizer are below: its entries, or more with holes.
 
     added: tokens that it will get if it lacks them; their ids follow the number of its entries
@@ -155,7 +161,7 @@ def _load_fast(path: str, revision: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load(path: str, revision: str | None) -> Any:
+def load(path: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory or Hub id with transformers.
 
     Raises UserError if it cannot be loaded or needs its own code.
@@ -189,7 +195,7 @@ def rows_for(entries: int, pad_to: int | None) -> int:
     return max(entries, pad_to or 0)
 
 
-def set_rows(config: Any, entries: int, pad_to: int | None) -> None:
+def set_rows(config: PreTrainedConfig, entries: int, pad_to: int | None) -> None:
     """Change the config of weights so that each entry of the tokenizer has a row."""
     text = config.get_text_config()
     if entries > text.vocab_size:

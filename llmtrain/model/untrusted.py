@@ -17,12 +17,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llmtrain.config.checks import field_problems
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.system import unsafe_file, unsafe_name
-from llmtrain.types import DTYPES
+from llmtrain.types import DTYPES, JsonObject
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
 INDEX = "model.safetensors.index.json"
@@ -190,7 +189,7 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
         yield Problem(_KEY, place, expected, "the unquantised weights of that model")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the object in a JSON file.
 
     Raises ValueError if it is another value, repeats a key or is too large, and OSError.
@@ -203,7 +202,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common()

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
 from llmtrain.training.run.run import Run
 from llmtrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def gather_parts(run: Run, step: int) -> list[JsonObject]:
@@ -105,7 +108,9 @@ def small_files(run: Run, step: int, heard: list[JsonObject]) -> dict[str, bytes
     }
 
 
-def model_files(model: Any, adapter: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+def model_files(
+    model: PreTrainedModel, adapter: Mapping[str, bytes] | None = None
+) -> dict[str, bytes]:
     """Return name → content of the files that `from_pretrained` needs beside the weights.
 
     adapter: those of an adapter, whose base has a config of its own

@@ -49,7 +49,7 @@ from llmtrain.distributed.launch.named import STRATEGIES
 from llmtrain.distributed.plan.memory import AHEAD, LARGEST_BUCKET, OFFLOADS, states
 from llmtrain.errors import Problem, raise_any
 from llmtrain.torch_private import build_directory, without_modes
-from llmtrain.types import Piece, Spec, StepVector
+from llmtrain.types import JsonObject, Piece, Spec, StepVector
 
 _LIVE = 1_000_000_000  # elements; DeepSpeed's default stage3_max_live_parameters
 _BUILD_SECONDS = 600.0  # a build takes one minute; those on other nodes cannot be seen
@@ -59,7 +59,7 @@ _ADAM = "cpu_adam"
 
 def config(
     strategy: str, precision: str, *, max_grad_norm: float | None, largest_block: int, cpu: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return DeepSpeed's config.
 
     largest_block: elements of the largest block (`memory.largest_block`), 0 if unknown.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
 from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.stop import Requests, Signals
-from llmtrain.types import Compiled, ModelShape, Ranks, Spec
+from llmtrain.types import Compiled, JsonObject, ModelShape, Ranks, Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ class Planned:
     reason: str
     decided_again: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the plan in the form of the `start` line."""
         parts = dict(self.memory.parts) if self.memory else None
         total = self.memory.total_bytes if self.memory else None

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llmtrain.checkpoint import files
 from llmtrain.checkpoint import format as form
@@ -35,6 +35,7 @@ from llmtrain.rundir import contents, failures
 from llmtrain.rundir import record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import kept_status, read_status, start_status
+from llmtrain.types import JsonObject
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
     return asked if all(count == "0" for count in restarts) else "auto"
 
 
-def _last(record: list[dict[str, Any]], kind: str, field: str, of: type[T]) -> T | None:
+def _last(record: list[JsonObject], kind: str, field: str, of: type[T]) -> T | None:
     """Return what the last line of this kind with a value of this type in `field` has there."""
     values = (line.get(field) for line in reversed(record) if line["kind"] == kind)
     return next((value for value in values if isinstance(value, of)), None)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,6 +47,9 @@ from llmtrain.training.run.run import Planned
 from llmtrain.training.start import frozen
 from llmtrain.types import ModelShape, Saved
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _log = logging.getLogger(__name__)
 
 # Most tokens of one forward if the micro-batch is `auto`: more are no faster.
@@ -64,7 +67,7 @@ class PaperModel:
     count: returns the bytes that a forward keeps, or raises CannotCountError
     """
 
-    config: Any
+    config: PreTrainedConfig
     shape: ModelShape
     count: memory.Count
 
@@ -99,7 +102,7 @@ def describe(
     return PaperModel(found, describe_parameters(found, *asked, updates=updates), count)
 
 
-def _check_depth(model_config: Any, hardware: memory.Hardware) -> None:
+def _check_depth(model_config: PreTrainedConfig, hardware: memory.Hardware) -> None:
     """Refuse a model with so many blocks that its weights cannot fit.
 
     The size is estimated from one block, since building all of them would take minutes. A host of
@@ -288,7 +291,7 @@ def layout_by_tokens(strategy: str, asked: memory.Work, hardware: memory.Hardwar
     return memory.Layout(strategy, recompute, micro, share // micro, sync)
 
 
-def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> Any:
+def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> PreTrainedConfig | None:
     """Return the model's config from a run's newest checkpoint, if `model.from` is set; else None.
 
     None for adapters, too: their checkpoints have none, and their base must be there.

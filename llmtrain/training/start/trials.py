@@ -51,7 +51,7 @@ from llmtrain.text import first_line
 from llmtrain.types import MicroBatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 _log = logging.getLogger(__name__)
@@ -389,7 +389,7 @@ _NO_WIDTH = re.compile(r"vocab|chunk|block|window|kernel|conv|num_")
 _known: dict[str, str] = {}  # what `why_apart` has found, by all that it depends on
 
 
-def why_apart(config: Any, seq_len: int) -> str:
+def why_apart(config: PreTrainedConfig, seq_len: int) -> str:
     """Return why the conversations of a new run cannot share blocks; "" if they can.
 
     config: of transformers; it is not changed
@@ -415,7 +415,7 @@ def why_apart(config: Any, seq_len: int) -> str:
     return seen
 
 
-def small_model(config: Any) -> PreTrainedModel | None:
+def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
     """Return a small random model with each kind of block of a config; None if none can be built.
 
     config: of transformers; it is not changed
@@ -441,7 +441,7 @@ def small_model(config: Any) -> PreTrainedModel | None:
     return None
 
 
-def _narrow(config: Any, factor: int) -> Any:
+def _narrow(config: PreTrainedConfig, factor: int) -> PreTrainedConfig:
     """Return a copy of a config with few tokens, and widths divided by a factor."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -458,7 +458,7 @@ def _narrow(config: Any, factor: int) -> Any:
     return small
 
 
-def _kinds(config: Any, whole: list[torch.nn.Module]) -> int:
+def _kinds(config: PreTrainedConfig, whole: list[torch.nn.Module]) -> int:
     """Return how many blocks, from the first one on, have all kinds of blocks among them."""
     lists = by_layer(config, len(whole)).values()
     kinds = [

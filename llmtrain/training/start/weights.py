@@ -40,7 +40,7 @@ from llmtrain.training.run.run import ModelSide, Processes
 from llmtrain.training.start import frozen, trials
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
         return Built(model, False, None, _choose(config, processes, asked, head))
     whole, head = agreed(ranks, lambda: load() if ranks.rank == 0 else (None, ""))
     name = from_rank_zero(ranks, lambda: attention.backend(whole) if whole else "")
-    sent: str | list[Any] = from_rank_zero(ranks, lambda: head)
+    sent: Any = from_rank_zero(ranks, lambda: head)
     head = sent if isinstance(sent, str) else Head(*sent)
     bare = build.skeleton(described, config.model)
     attention.use(bare, name)
@@ -202,7 +202,7 @@ def _prepare(
     return launched.engine.prepare(module, model.bare, optimizer)
 
 
-def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> Any:
+def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> PreTrainedConfig:
     """Return the transformers config of the model."""
     if found and base and config.adapter.kind == "none":
         return build.stored_config(found.path)
