@@ -262,7 +262,10 @@ class Patience:
                 return work(*args, **kwargs)
             except OSError as error:
                 _log.warning("reading failed, next try in %d s: %s", pause, error)
-                self._rest(pause)
+                for _ in range(pause):
+                    self.check_stop()
+                    system.beat("waiting for the disk of the checkpoints")
+                    self.wait(1.0)
         self.check_stop()
         return work(*args, **kwargs)
 
@@ -270,9 +273,3 @@ class Patience:
         """Raise StoppedError if a stop was asked for."""
         if reason := self.stopping():
             raise StoppedError(reason)
-
-    def _rest(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self.check_stop()
-            system.beat("waiting for the disk of the checkpoints")
-            self.wait(1.0)

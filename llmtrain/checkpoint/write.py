@@ -138,9 +138,7 @@ def write_pieces(begun: OpenSave, pieces: Iterable[Piece]) -> Extents:
     """
     own = list(pieces)  # views: nothing is copied
     share = sum(piece.data.nbytes for piece in own)
-    return write_blocks(
-        begun, itertools.chain.from_iterable(_cut(begun, one) for one in own), share
-    )
+    return write_blocks(begun, _cut(begun, own), share)
 
 
 def write_blocks(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Extents:
@@ -236,13 +234,14 @@ def flat(begun: OpenSave, piece: Piece) -> tuple[int, torch.Tensor]:
     return place.offset + piece.start * item, piece.data.detach().view(torch.uint8)
 
 
-def _cut(begun: OpenSave, piece: Piece) -> Iterator[WriteChunk]:
-    """Yield a piece as blocks on the host, BLOCK_BYTES at a time."""
-    start, data = flat(begun, piece)
-    file = begun.places[piece.name].file
-    for first in range(0, data.numel(), form.BLOCK_BYTES):
-        block = data[first : first + form.BLOCK_BYTES].cpu()
-        yield WriteChunk(file, start + first, block.numpy().data)
+def _cut(begun: OpenSave, pieces: Iterable[Piece]) -> Iterator[WriteChunk]:
+    """Yield pieces as blocks on the host, BLOCK_BYTES at a time."""
+    for piece in pieces:
+        start, data = flat(begun, piece)
+        file = begun.places[piece.name].file
+        for first in range(0, data.numel(), form.BLOCK_BYTES):
+            block = data[first : first + form.BLOCK_BYTES].cpu()
+            yield WriteChunk(file, start + first, block.numpy().data)
 
 
 def _count(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Iterator[WriteChunk]:
@@ -384,18 +383,12 @@ def _exchange(
         # As many rounds as one rank alone would need for the whole tensor: a rank does not know
         # which parts the others have.
         for _ in range(-(-form.tensor_bytes(place.tensor) // room)):
-            heard = ranks.gather(_next(mine, failed))
-            blocks = [WriteChunk(place.file, *part) for body in heard for part in _parts(body)]
+            # An empty message after the last, or if it cannot be made: the error is raised later.
+            message = captured(partial(next, mine, b""))
+            failed += [message.error] if message.error else []
+            bodies = ranks.gather(b"".join(message.returned))
+            blocks = [WriteChunk(place.file, *part) for body in bodies for part in _parts(body)]
             yield from sorted(blocks, key=lambda block: block.offset)
-
-
-def _next(messages: Iterator[bytes], failed: list[Exception]) -> bytes:
-    """Return the next message; an empty one after the last, or if it cannot be made."""
-    message = captured(lambda: next(messages, b""))
-    if message.error:
-        failed.append(message.error)  # raised by `pieces`
-        return b""
-    return message.result()
 
 
 def _messages(parts: Iterable[Part], room: int) -> Iterator[bytes]:

@@ -6,7 +6,7 @@
     model    the whole decoder; head and loss are not compiled
 
 Modules are compiled in place, so the names of parameters do not change. A graph holds for one set
-of shapes. If others come, torch compiles again, and after `_limit` graphs it runs a block
+of shapes. If others come, torch compiles again, and after a number of graphs it runs a block
 uncompiled. Neither ends a run. What has a shape of its own each time runs `uncompiled`: samples,
 which grow by a token, and the check of isolation.
 """
@@ -42,17 +42,12 @@ def compile_blocks(model: PreTrainedModel, mode: Compiled) -> int:
     if mode == "off":
         return 0
     chosen = blocks(model) if mode == "blocks" else [model.base_model]
+    # The most graphs of one piece of code. Blocks whose code depends on their number need one each
+    # for training, and one without gradients.
+    limit = 2 * len(chosen) + _SPARE_GRAPHS
     for module in chosen:
-        module.compile(dynamic=False, recompile_limit=_limit(len(chosen)))
+        module.compile(dynamic=False, recompile_limit=limit)
     return len(chosen)
-
-
-def _limit(modules: int) -> int:
-    """Return the most graphs of one piece of code.
-
-    Blocks whose code depends on their number need one each for training, and one without gradients.
-    """
-    return 2 * modules + _SPARE_GRAPHS
 
 
 def uncompiled() -> AbstractContextManager[object]:

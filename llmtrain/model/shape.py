@@ -199,19 +199,14 @@ def _used(model: PreTrainedModel, cast: set[int]) -> dict[int, float]:
     lookups = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     looked_up = {id(p) for one in lookups for p in one.parameters(recurse=False)} - cast
     described = model.config.get_text_config()
-    found = {}
-    for name, p in model.named_parameters():
-        multiplied = p.ndim > 1 and id(p) not in looked_up
-        chosen = _chosen(described, p) if "experts" in name.split(".") else 1.0
-        found[id(p)] = multiplied * chosen
-    return found
-
-
-def _chosen(described: object, weight: nn.Parameter) -> float:
-    """Return the share of the experts that a token is sent to; 1 if the config does not say."""
+    # Of how many experts a token is sent to how many; 0 if the config does not say.
     chosen, experts = _first_number(described, _CHOSEN), _first_number(described, _EXPERTS)
-    experts = experts or weight.shape[0]
-    return min(1.0, chosen / experts) if chosen else 1.0
+    shares = {}
+    for name, p in model.named_parameters():
+        shares[id(p)] = float(p.ndim > 1 and id(p) not in looked_up)
+        if chosen and "experts" in name.split("."):
+            shares[id(p)] *= min(1.0, chosen / (experts or p.shape[0]))
+    return shares
 
 
 def _first_number(described: object, names: Sequence[str]) -> int:

@@ -182,21 +182,15 @@ def sample(run: Run) -> list[Sample]:
     return samples
 
 
-def _prompt(run: Run, prompt: str) -> tuple[list[int], set[int]]:
-    """Return the ids of a prompt, and those that end a text.
-
-    Where conversations are trained, the prompt is a message of the user.
-    """
+def _continue(run: Run, prompt: str) -> str:
+    """Return what the model writes. Where conversations are trained, the prompt is of a user."""
     tokenizer, chat = run.data.tokenizer, run.data.encoder.chat
     if chat is not None and chat.has_template:
-        message = {"role": "user", "content": prompt}
-        return chat.prompt_ids([message]), {tokenizer.eos, *chat.check().ids}
-    start = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-    return [start, *tokenizer.encode(prompt).tolist()], {tokenizer.eos}
-
-
-def _continue(run: Run, prompt: str) -> str:
-    ids, ends = _prompt(run, prompt)
+        ids = chat.prompt_ids([{"role": "user", "content": prompt}])
+        ends = {tokenizer.eos, *chat.check().ids}
+    else:
+        start = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+        ids, ends = [start, *tokenizer.encode(prompt).tolist()], {tokenizer.eos}
     given = len(ids)
     generator = torch.Generator(run.device)
     generator.manual_seed(mix(run.config.run.seed, _SEED_STREAM, run.step))
@@ -211,7 +205,7 @@ def _continue(run: Run, prompt: str) -> str:
         if token == _NOTHING or token in ends:
             break
         ids.append(token)
-    return run.data.tokenizer.decode(ids[given:])
+    return tokenizer.decode(ids[given:])
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> int:

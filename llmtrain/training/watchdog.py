@@ -90,17 +90,15 @@ class Watchdog:
         self._write_stacks(said)
         if code is None:
             _in_thread(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
-            code, why = self._cause() or (RESTARTABLE, said)
+            marks: list[failures.Mark | None] = []  # of a failed rank that rank 0 waited for
+            if not self._rank:
+                run_dir = self._journal.run_dir
+                _in_thread(lambda: marks.append(failures.outranking(run_dir, seconds=0)))
+            causes = ((one.code, str(one)) for one in marks if one and one.is_cause)
+            code, why = next(causes, (RESTARTABLE, said))
             _in_thread(lambda: self._journal.end("failed", code, why))
         _in_thread(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
         self._leave(code)
-
-    def _cause(self) -> tuple[int, str] | None:
-        """Return the exit code and reason of a failed rank that rank 0 waited for, or None."""
-        found: list[failures.Mark | None] = []
-        if self._rank == 0:
-            _in_thread(lambda: found.append(failures.outranking(self._journal.run_dir, seconds=0)))
-        return next(((told.code, str(told)) for told in found if told and told.is_cause), None)
 
     def _write_stacks(self, said: str) -> None:
         """Append the stacks of all threads to the log, or to stderr if it cannot be opened."""

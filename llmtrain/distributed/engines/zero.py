@@ -14,7 +14,7 @@ reasons to skip a step are reported to it as an overflow. It waits for the devic
     stage 3       each parameter is split evenly; the last ranks have less, or only padding
 
 The forward uses a copy of the fp32 masters: in bf16 it is rounded, in stage 3 it is gathered when
-it is needed. A checkpoint is therefore read into the masters, and `renew_copies` makes the copies
+it is needed. A checkpoint is therefore read into the masters, and `finish_loading` makes the copies
 again. Frozen parameters have no masters: if their copy is rounded, `HeldWeights` keeps their fp32
 values. Those beside adapters are in no checkpoint, so they are not kept.
 
@@ -334,29 +334,6 @@ def pieces(
                 yield from _frozen(held, name, parameter, writing=writing)
 
 
-def share_pieces(held: HeldWeights, optimizer: object, spec: Spec) -> Iterator[Piece]:
-    """Yield `pieces` for writing; frozen parameters that all ranks have in fp32 are shared out."""
-    same = frozenset(
-        name
-        for name, parameter in held.parameters.items()
-        if name not in held.trained
-        and not _is_split(parameter)
-        and parameter.dtype == torch.float32
-    )
-    own = pieces(held, optimizer, spec, writing=True, everywhere=same)
-    return state.share_out(own, same, dist.get_rank(), dist.get_world_size())
-
-
-def renew_copies(optimizer: Any) -> None:
-    """Copy the masters into the weights that the forward uses, on every rank. Collective."""
-    if engine_kind(optimizer) != "partitions":
-        optimizer.update_lp_params()
-        return
-    optimizer._partition_all_parameters()  # gathered parameters still have the old values
-    for group in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(group)
-
-
 def _master(optimizer: Any, name: str, parameter: Any, moment: str | None) -> Piece | None:
     """Return this rank's range of a parameter's master (moment None) or moment, if it has one."""
     if engine_kind(optimizer) != "partitions":
@@ -488,12 +465,27 @@ class DeepSpeedEngine(Engine):
         """See `Engine.pieces`. They are ranges of the fp32 masters and of their moments."""
         if not (writing and dealt):
             return pieces(self._held, self._zero, spec, writing=writing)
-        return share_pieces(self._held, self._zero, spec)
+        # Frozen parameters that all ranks have in fp32 are shared out.
+        same = frozenset(
+            name
+            for name, parameter in self._held.parameters.items()
+            if name not in self._held.trained
+            and not _is_split(parameter)
+            and parameter.dtype == torch.float32
+        )
+        own = pieces(self._held, self._zero, spec, writing=True, everywhere=same)
+        return state.share_out(own, same, dist.get_rank(), dist.get_world_size())
 
     def finish_loading(self, steps: int) -> None:
         """See `Engine.finish_loading`. It renews the copies of the masters. Collective."""
         state.set_steps(self._optimizer, steps)
-        renew_copies(self._zero)
+        # The masters are copied into the weights that the forward uses, on every rank.
+        if engine_kind(self._zero) != "partitions":
+            self._zero.update_lp_params()
+            return
+        self._zero._partition_all_parameters()  # gathered parameters still have the old values
+        for group in range(len(self._zero.fp16_groups)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
 
 @contextmanager

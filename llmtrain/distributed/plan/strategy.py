@@ -294,7 +294,12 @@ def _reason(
 ) -> str:
     """Return the reason for the choice in one sentence."""
     if chosen is None:
-        return _refusal(candidates, hardware)
+        near = min(candidates, key=lambda one: one.missing_bytes)
+        where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
+        return (
+            f"nothing fits {size(hardware.device_bytes)}: {layout_in_words(near.layout)} comes "
+            f"nearest and misses {size(near.missing_bytes)} of {where}"
+        )
     name = layout_in_words(chosen.layout)
     others = [one for one in candidates if one is not chosen]
     merit = _merit(chosen, [one for one in others if one.fits])
@@ -314,16 +319,6 @@ def _merit(chosen: PlannedLayout, fitting: Sequence[PlannedLayout]) -> str:
     if all(chosen.tokens_per_second >= (one.tokens_per_second or 0.0) for one in rivals):
         return "is the fastest that fits"
     return "is the simplest within 5 % of the fastest that fits"
-
-
-def _refusal(candidates: Sequence[PlannedLayout], hardware: Hardware) -> str:
-    near = min(candidates, key=lambda one: one.missing_bytes)
-    name = layout_in_words(near.layout)
-    where = "the host" if near.memory.total_bytes <= hardware.device_bytes else "a device"
-    return (
-        f"nothing fits {size(hardware.device_bytes)}: {name} comes nearest and "
-        f"misses {size(near.missing_bytes)} of {where}"
-    )
 
 
 def layout_in_words(layout: Layout) -> str:

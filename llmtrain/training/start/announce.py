@@ -151,6 +151,10 @@ def _summary(run: Run, trainable: int) -> list[str]:
     strategy, why = run.processes.launched.strategy, run.processes.planned.reason
     for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
         why = why.removeprefix(elsewhere)
+    plan, device_bytes = run.processes.planned.memory, run.processes.planned.hardware.device_bytes
+    memory = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
+    memory += f" of {device_bytes / 2**30:.1f} GiB"
+    recompute = run.processes.planned.layout.activation_checkpointing
     precision = f"{run.processes.precision} ({run.processes.why_precision})"
     place = f"{strategy} on {count} × {run.device.type}, {precision}"
     return [
@@ -160,7 +164,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
         f"strategy  {place}: {why}",
         f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
-        f"memory    {_memory(run)}",
+        f"memory    {memory} planned, activation checkpointing: {recompute}",
     ]
 
 
@@ -174,11 +178,3 @@ def _devices(devices: int, processes: int) -> list[str]:
         return []
     how = f"--processes {devices}, in Python train(config, processes={devices})"
     return [f"devices   1 of {devices} GPUs is used; all of them: {how}"]
-
-
-def _memory(run: Run) -> str:
-    chosen = run.processes.planned
-    plan, room = chosen.memory, chosen.hardware.device_bytes / 2**30
-    recompute = chosen.layout.activation_checkpointing
-    planned = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
-    return f"{planned} of {room:.1f} GiB planned, activation checkpointing: {recompute}"

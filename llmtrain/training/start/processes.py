@@ -70,7 +70,9 @@ def start_processes(
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
-    agreed(ranks, lambda: _verify(config.distributed.strategy, launched))
+    state, asked = launched.accelerator, config.distributed.strategy
+    made = (state.num_processes, state.distributed_type.value, launched.strategy)
+    agreed(ranks, lambda: verify_launch(os.environ, asked, *made))
     check_shared(config.run_dir, ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id)
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
@@ -119,12 +121,6 @@ def decide_precision(config: Config, ranks: Ranks) -> tuple[str, str]:
 
     answer = from_rank_zero(ranks, lambda: here() if launching.on_cpu() else None)
     return (answer[0], answer[1]) if answer else here()
-
-
-def _verify(asked: str, launched: Launched) -> None:
-    world_size = launched.accelerator.num_processes
-    kind = launched.accelerator.distributed_type.value
-    verify_launch(os.environ, asked, world_size, kind, launched.strategy)
 
 
 def _launch(config: Config, planned: Planned, precision: str) -> Launched:
