@@ -117,16 +117,19 @@ def _count(
         plain = not new_tokens and isinstance(examine(tried, compare=False), Head)
 
     def run(count: int, *, back: bool) -> Saved:
-        described = shorten(model_config, number, count)
+        # Of bf16 at once, as buffers are then too; adapters are cast with their base.
+        dtype = torch.bfloat16 if arithmetic == "bf16" and not targets else torch.float32
+        model = on_meta(shorten(model_config, number, count), dtype)
+        attention.use(model, name)
         if targets:
-            empty = on_meta(described)
-            attention.use(empty, name)
-            trainable.inject(empty, adapter, targets, new_tokens, meta=True)
+            trainable.inject(model, adapter, targets, new_tokens, meta=True)
+        else:
+            for of, parameter in model.named_parameters():
+                parameter.requires_grad = of not in frozen
         with fake_tensors():
+            _fill(model)
             if targets:
-                model = _fill(empty, arithmetic)
-            else:
-                model = _model(described, arithmetic, name, frozen)
+                trainable.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
             shape.apply_checkpointing(model, checkpointing)
             return _watch(model, seq_len, arithmetic, back=back)
 
@@ -154,26 +157,10 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
     )
 
 
-def _model(
-    described: PreTrainedConfig, arithmetic: str, name: str, frozen: set[str]
-) -> PreTrainedModel:
-    """Return the model as a run trains it.
+def _fill(model: PreTrainedModel) -> None:
+    """Give a model on meta fake tensors, in place.
 
-    name: the name of its attention.
-    frozen: the names of its frozen parameters.
-    """
-    # Built in bf16 at once, since `.to(bf16)` does not change the type of fake parameters.
-    model = from_config(described, torch.bfloat16 if arithmetic == "bf16" else torch.float32)
-    attention.use(model, name)
-    for of, parameter in model.named_parameters():
-        parameter.requires_grad = of not in frozen
-    return model.train()
-
-
-def _fill(model: PreTrainedModel, arithmetic: str) -> PreTrainedModel:
-    """Give a model on meta fake tensors, in place, and hold its frozen weights as a run does.
-
-    A model with adapters cannot be built of fake tensors, because peft moves what it adds.
+    It is not built of them, because peft moves what it adds.
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -185,8 +172,7 @@ def _fill(model: PreTrainedModel, arithmetic: str) -> PreTrainedModel:
                 if isinstance(one, nn.Parameter):
                     empty = nn.Parameter(empty, requires_grad=one.requires_grad)
                 setattr(module, name, made.setdefault(id(one), empty))
-    trainable.hold_base(model, _HELD[arithmetic], trained=arithmetic == "bf16")
-    return model.train()
+    model.train()
 
 
 def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool) -> Saved:

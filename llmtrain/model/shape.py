@@ -82,7 +82,7 @@ def describe_parameters(
     return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
-def on_meta(model_config: PreTrainedConfig) -> PreTrainedModel:
+def on_meta(model_config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model on meta, which has shapes, names and ties but no storage.
 
     Raises UserError for a config that transformers accepts but cannot build a model from, with the
@@ -90,7 +90,7 @@ def on_meta(model_config: PreTrainedConfig) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return from_config(model_config)
+            return from_config(model_config, dtype)
     except CANNOT_BUILD as error:
         path = model_config.name_or_path
         prefix = f"{path}/config.json: " if path else "model.config."

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -44,7 +43,7 @@ class Guards:
     config: TrainingConfig
     skipped_in_a_row: int
     tell: Tell
-    _losses: Window = field(default_factory=lambda: Window(_WINDOW))
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _spiking: bool = False
 
@@ -67,7 +66,7 @@ class Guards:
         if not numbers.skipped:
             self.skipped_in_a_row = 0
             # Report a loss far above those before it; while it stays high, it is reported once.
-            usual = self._losses.median() if len(self._losses) >= _ENOUGH else math.inf
+            usual = median(self._losses) if len(self._losses) >= _ENOUGH else math.inf
             above = numbers.loss > usual + _DEVIATIONS * _LEAST_DEVIATION
             if above:
                 distance = median(abs(loss - usual) for loss in self._losses)
@@ -84,34 +83,6 @@ class Guards:
             raise _divergence(numbers, "training.on_nonfinite is stop")
         if self.skipped_in_a_row >= self.config.max_skipped_in_a_row:
             raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
-
-
-class Window:
-    """The last losses, which are also kept in order, so that their median costs nothing."""
-
-    def __init__(self, size: int) -> None:
-        self._last: deque[float] = deque(maxlen=size)
-        self._sorted: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._last)
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self._last)
-
-    def append(self, loss: float) -> None:
-        """Add a loss; the oldest one leaves a full window. loss: not NaN"""
-        if len(self._last) == self._last.maxlen:
-            del self._sorted[bisect_left(self._sorted, self._last[0])]
-        self._last.append(loss)
-        insort(self._sorted, loss)
-
-    def median(self) -> float:
-        """Return the median, as `statistics.median` does."""
-        half = len(self._sorted) // 2
-        if len(self._sorted) % 2:
-            return self._sorted[half]
-        return (self._sorted[half - 1] + self._sorted[half]) / 2
 
 
 def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:
