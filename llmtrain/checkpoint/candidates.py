@@ -68,14 +68,16 @@ def prune(root: Path, policy: CheckpointConfig, run_id: str, resumed_from: str |
 
     What cannot be deleted is logged and tried again at the next call.
     """
-    own = {
+    of_run = {
         step: name
         for name in form.complete_names(root)
         if (step := form.step_of(name)) is not None and is_of_run(root / name, run_id)
     }
-    losses = {step: _loss(root / name) for step, name in own.items()}
-    kept = reasons_to_keep(losses, policy, resumed_from)
-    gone = [name for step, name in sorted(own.items()) if not kept[step] and _to_trash(root, name)]
+    losses = {step: _loss(root / name) for step, name in of_run.items()}
+    why = reasons_to_keep(losses, policy, resumed_from)
+    gone = [
+        name for step, name in sorted(of_run.items()) if not why[step] and _to_trash(root, name)
+    ]
     if gone:
         system.sync_directory(root)
     _delete(root, [name for name in form.names(root) if kind_of(name) == TRASH])
@@ -256,10 +258,10 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
     Raises UserError if it does not exist, is damaged, is of another run or format, or if this run
     has newer ones and `supersede` is false.
     """
-    own = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
+    of_run = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
     if not (root / name).is_dir():
-        there = f"there are {first_few(own, _SHOWN)}" if own else "which has no checkpoint"
-        raise _refusal(name, f"a checkpoint of this run; {name} is not in {root}, {there}", _AUTO)
+        what = f"there are {first_few(of_run, _SHOWN)}" if of_run else "which has no checkpoint"
+        raise _refusal(name, f"a checkpoint of this run; {name} is not in {root}, {what}", _AUTO)
     try:
         manifest, state = _outside(root / name)
     except DamagedError as error:
@@ -268,7 +270,7 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
         expected = f"a checkpoint of this run ({run_id}); that one is of run {manifest.run_id}"
         remedy = f"model.from=…/{name} in another run.dir takes its weights alone"
         raise _refusal(name, expected, remedy)
-    newer = tuple(one for one in own if (form.step_of(one) or 0) > manifest.step)
+    newer = tuple(one for one in of_run if (form.step_of(one) or 0) > manifest.step)
     if newer and not supersede:
         expected = f"the newest checkpoint of this run; newer are {first_few(newer, _SHOWN)}"
         remedy = f"checkpoint.supersede=true renames those and deletes nothing, or {_AUTO}"

@@ -165,13 +165,13 @@ def filesystem_kind(path: Path) -> str:
     if not _MOUNTS.is_file():
         return ""
     place = path.resolve()
-    found: dict[Path, str] = {}
+    kinds: dict[Path, str] = {}
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         # proc(5) writes a space as \040. A later mount hides earlier ones.
         mount = re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), before.split()[4])
-        found[Path(mount)] = after.split()[0]
-    return next((found[one] for one in (place, *place.parents) if one in found), "")
+        kinds[Path(mount)] = after.split()[0]
+    return next((kinds[one] for one in (place, *place.parents) if one in kinds), "")
 
 
 def is_network(path: Path) -> bool:

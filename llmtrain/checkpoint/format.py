@@ -379,12 +379,12 @@ def check_tensors(path: Path, name: str) -> dict[str, TensorSpec]:
     try:
         with safetensors.safe_open(path / name, "np") as opened:
             views = {key: opened.get_slice(key) for key in opened.offset_keys()}
-            found = {
+            tensors = {
                 key: TensorSpec(view.get_dtype(), tuple(view.get_shape()))
                 for key, view in views.items()
             }
     except safetensors.SafetensorError as error:
         raise DamagedError(name, str(error)) from error
-    if other := {tensor.dtype for tensor in found.values()} - DTYPES.keys():
+    if other := {tensor.dtype for tensor in tensors.values()} - DTYPES.keys():
         raise DamagedError(name, f"holds tensors of {min(other)}")
-    return found
+    return tensors

@@ -189,8 +189,8 @@ def _offer(
         return asdict(candidates.find_named(root, resume, run_id, supersede=supersede))
     if damaged and (root / damaged[0]).exists():
         renamed.append(candidates.rename(root, damaged[0], candidates.DAMAGED, damaged[1]))
-    found = candidates.newest(root, run_id, renamed)
-    return asdict(found) if found else None
+    candidate = candidates.newest(root, run_id, renamed)
+    return asdict(candidate) if candidate else None
 
 
 def _make_way(root: Path, newer: list[str], used: str, renamed: list[Event]) -> None:
@@ -227,15 +227,15 @@ def _verify_together(
 
 def _find_tensors(path: Path) -> JsonObject:
     """Return where each tensor of a checkpoint is, by name."""
-    found: dict[str, TensorLocation] = {}
+    places: dict[str, TensorLocation] = {}
     for file in sorted(form.load(path).files):
         if file.endswith(form.TENSORS):
             with (path / file).open("rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
-            found |= form.places_in(file, form.check_tensors(path, file), start)
+            places |= form.places_in(file, form.check_tensors(path, file), start)
     return {
         name: (file, offset, tensor.dtype, tensor.shape)
-        for name, (file, offset, tensor) in found.items()
+        for name, (file, offset, tensor) in places.items()
     }
 
 
@@ -303,11 +303,11 @@ def _from_rank_0(
     """
     renamed: list[Event] = []
     outcome = captured(lambda: patience.retry(work, renamed) if ranks.rank == 0 else None)
-    said: list[Any] = from_rank_zero(ranks, lambda: [renamed, outcome.returned])
-    for event, detail in said[0]:
+    answer: list[Any] = from_rank_zero(ranks, lambda: [renamed, outcome.returned])
+    for event, detail in answer[0]:
         log(event, detail)
     _vote(ranks, outcome.error, "the checkpoints")
-    result: T = said[1][0]
+    result: T = answer[1][0]
     return result
 
 

@@ -143,19 +143,19 @@ def write_pieces(begun: OpenSave, pieces: Iterable[Piece]) -> Extents:
 
 def write_blocks(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Extents:
     """Do the same as `pieces` for data in blocks. share: bytes of all blocks together."""
-    found: dict[str, tuple[Extent, ...]] = {}
+    extents: dict[str, tuple[Extent, ...]] = {}
     counted = _count(begun, blocks, share)
     before: Future[None] | None = None
     for file, group in itertools.groupby(counted, key=lambda block: block.file):
         descriptor, written = _write_ranges(begun.partial / file, group)
-        found[file] = found.get(file, ()) + written
+        extents[file] = extents.get(file, ()) + written
         disk.still_writing(f"fsync of {file} of step {begun.step}")
         if before:  # the previous file was synced while this one was written
             before.result()
         before = system.begin_in_thread(partial(_sync, begun, file, descriptor), "fsync")
     if before:
         before.result()
-    return found
+    return extents
 
 
 def commit(
@@ -262,19 +262,19 @@ def _write_ranges(path: Path, blocks: Iterable[WriteChunk]) -> tuple[int, tuple[
 
     Returns the file, still open, and the extents.
     """
-    found: list[Extent] = []
+    extents: list[Extent] = []
     hasher, start, length = xxh3_128(), 0, 0
     with system.close_on_error(disk.open_when_visible(path)) as descriptor:
         for _, offset, block in blocks:
             if length and (offset != start + length or length + block.nbytes > form.EXTENT_BYTES):
-                found.append(Extent(start, length, hasher.hexdigest()))
+                extents.append(Extent(start, length, hasher.hexdigest()))
                 hasher, length = xxh3_128(), 0
             if not length:
                 start = offset
             hasher.update(block)  # first: the write then reads it from the processor's cache
             disk.write_at(descriptor, block, offset)
             length += block.nbytes
-    return descriptor, (*found, Extent(start, length, hasher.hexdigest()))
+    return descriptor, (*extents, Extent(start, length, hasher.hexdigest()))
 
 
 def _sync(begun: OpenSave, file: str, descriptor: int) -> None:
@@ -366,10 +366,10 @@ def collect_pieces(begun: OpenSave, pieces: Iterable[Piece], ranks: Ranks) -> Ex
 
 
 def _by_name(begun: OpenSave, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
-    found: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for piece in pieces:
-        found.setdefault(piece.name, []).append(flat(begun, piece))
-    return found
+        parts.setdefault(piece.name, []).append(flat(begun, piece))
+    return parts
 
 
 def _exchange(

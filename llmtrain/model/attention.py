@@ -109,8 +109,8 @@ def _choose(module: nn.Module, args: tuple[Any, ...], keywords: Any, output: Any
     count = positions.shape[-1]
     # Where a document that is long enough has the position `original`.
     place = torch.arange(count, device=positions.device) - positions + original
-    there = positions.gather(-1, place.clamp(0, count - 1)) == original
-    long = (positions >= original) | ((place < count) & there)
+    at_original = positions.gather(-1, place.clamp(0, count - 1)) == original
+    long = (positions >= original) | ((place < count) & at_original)
     short = module.forward(**given | {"position_ids": given["position_ids"].masked_fill(long, 0)})
 
     def pick(one: Tensor, other: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     """
     if not type(model)._can_set_attn_implementation():  # private, but the public function logs
         return "it does not go through transformers' attention interface"
-    own, training = backend(model), model.training
+    before, training = backend(model), model.training
     handed_down: list[bool] = []  # for each call, whether it was passed documents
     left_out = set() if compare else _DOCUMENTS  # fake tensors have no values for their borders
 
@@ -398,14 +398,14 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
         with torch.no_grad():
             expected = model(ids, use_cache=False).logits if compare else None
             model.set_attn_implementation(_TRIED)
-            found = model(ids, **one_document).logits
+            logits = model(ids, **one_document).logits
     except OtherAttentionError as error:
         return str(error)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise_any(_unequal_heads(model.config))
         return f"with ours its code fails: {type(error).__name__}: {error}"
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(before)
         model.train(training)
     if not handed_down:
         return "it has no attention layer that asks transformers' interface"
@@ -413,7 +413,7 @@ def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
         return "it does not hand keywords down to its attention"
     if expected is None:
         return ""
-    same = torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    same = torch.allclose(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     return "" if same else "ours gives other logits"
 
 
@@ -470,18 +470,18 @@ def document_tensors(
     lengths = np.diff(first, append=total)
     positions = np.arange(total) - np.repeat(first, lengths)
     rows = 1 if name == JOINED else len(starts)
-    found: MicroBatch = {"position_ids": on_device(device, positions.reshape(rows, -1))}
+    tensors: MicroBatch = {"position_ids": on_device(device, positions.reshape(rows, -1))}
     if name == JOINED:
         numbers = np.repeat(np.arange(len(first), dtype=np.int32), lengths)
-        found["seq_idx"] = on_device(device, numbers[None])
+        tensors["seq_idx"] = on_device(device, numbers[None])
     if name in (NAME, JOINED):
         borders = np.append(first, total).astype(np.int32)
         if compiled:
             empty = _power_of_two(len(borders)) - len(borders)
             borders = np.pad(borders, (0, empty), constant_values=total)
-        found["cu_seq_lens"] = on_device(device, borders)
-        found["max_length"] = seq_len if compiled else round_up(int(lengths.max()), seq_len)
-    return found
+        tensors["cu_seq_lens"] = on_device(device, borders)
+        tensors["max_length"] = seq_len if compiled else round_up(int(lengths.max()), seq_len)
+    return tensors
 
 
 def needed_rows(labels: np.ndarray, *, compiled: bool = False) -> int:
@@ -511,12 +511,12 @@ def padding_tensors(
     """
     trained = labels != NOT_TRAINED
     real = np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)  # one follows, or it is one
-    found: MicroBatch = {}
+    tensors: MicroBatch = {}
     if by_length:
-        found["position_ids"] = on_device(device, np.where(real, np.arange(labels.shape[1]), 0))
+        tensors["position_ids"] = on_device(device, np.where(real, np.arange(labels.shape[1]), 0))
     if routed:
-        found["real"] = on_device(device, np.flatnonzero(real))
-    return found
+        tensors["real"] = on_device(device, np.flatnonzero(real))
+    return tensors
 
 
 def round_up(longest: int, seq_len: int) -> int:

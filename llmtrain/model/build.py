@@ -50,14 +50,12 @@ def model_config(
     return config
 
 
-def build(config: PreTrainedConfig, asked: ModelConfig, base: Base | None) -> PreTrainedModel:
-    """Return the model with the weights of `base`, or with random ones where it is None.
+def build(config: PreTrainedConfig, asked: ModelConfig, base: Base) -> PreTrainedModel:
+    """Return the model with the weights of `base`.
 
-    Random weights use torch's global generator. Raises UserError for weights that do not fit, and
-    for patterns of `model.freeze` that cannot be applied.
+    Raises UserError for weights that do not fit, and for patterns of `model.freeze` that cannot be
+    applied.
     """
-    if base is None:
-        return rebuild(config, asked)
     model = _load(config, base)
     # Raise UserError for weights with a value that is not finite, as of a run that diverged.
     with torch.no_grad():
@@ -80,7 +78,10 @@ def stored_config(checkpoint: Path) -> PreTrainedConfig:
 
 
 def rebuild(config: PreTrainedConfig, asked: ModelConfig) -> PreTrainedModel:
-    """Return a model of this config with random weights. A checkpoint may be read into it later."""
+    """Return a model of this config with random weights, of torch's global generator.
+
+    A checkpoint may be read into it later.
+    """
     model = from_config(config)
     _refuse_seeing_ahead(model)
     return _set_up(model, asked)
@@ -129,17 +130,17 @@ def _load(config: PreTrainedConfig, base: Base) -> PreTrainedModel:
     # Other ranks and later starts make the model from the config alone. transformers keeps an
     # output head beside the embeddings that the config ties it to, if both are there and differ.
     skeleton = on_meta(copy.deepcopy(model.config))
-    found, made = (
+    given, made = (
         {name: list(p.shape) for name, p in one.named_parameters()} for one in (model, skeleton)
     )
-    wrong = sorted(name for name in found.keys() | made.keys() if found.get(name) != made.get(name))
+    wrong = sorted(name for name in given.keys() | made.keys() if given.get(name) != made.get(name))
     if wrong:
         name, remedy = wrong[0], ""
         if name in dict(skeleton.named_parameters(remove_duplicate=False)) and name not in made:
             cause = f"{name}, which its config.json ties to other weights, differs from them"
             remedy = "tie_word_embeddings: false in its config.json"
         else:
-            cause = f"{name} is {found.get(name)}, and {made.get(name)} with the tokenizer's rows"
+            cause = f"{name} is {given.get(name)}, and {made.get(name)} with the tokenizer's rows"
         raise UserError(Problem(KEY, base, f"weights in the form of their config; {cause}", remedy))
     return model
 
@@ -171,11 +172,11 @@ def _read(config: PreTrainedConfig, base: Base) -> PreTrainedModel:
             for name, stored, wanted in sorted(report["mismatched_keys"])
         ],
     }
-    found = [
+    problems = [
         f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in wrong.items() if names
     ]
-    if found:
-        expected = f"every weight of the model; found {'; '.join(found)}"
+    if problems:
+        expected = f"every weight of the model; found {'; '.join(problems)}"
         raise UserError(Problem(KEY, base, expected))
     return model
 

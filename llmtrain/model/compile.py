@@ -80,8 +80,8 @@ def missing_compiler(*, cpu: bool) -> str:
     if cpu:
         usual = "clang++" if sys.platform == "darwin" else "g++"
         name = os.environ.get("CXX", usual)
-        found = shutil.which(name)
-        return "" if found else f"a C++ compiler: {name} is not on PATH (CXX names another)"
+        compiler = shutil.which(name)
+        return "" if compiler else f"a C++ compiler: {name} is not on PATH (CXX names another)"
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which compiles for CUDA"
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]

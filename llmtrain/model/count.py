@@ -80,9 +80,9 @@ def count_saved(
         key = (described, seq_len, arithmetic, checkpointing, trained)
         if key not in _known:
             # building a model from a config changes its fields, so use a copy
-            own = copy.deepcopy(model_config)
+            copied = copy.deepcopy(model_config)
             _known[key] = _count(
-                own, seq_len, arithmetic, checkpointing, freeze, beside, new_tokens
+                copied, seq_len, arithmetic, checkpointing, freeze, beside, new_tokens
             )
         return _known[key]
     except CANNOT_BUILD as error:
@@ -288,10 +288,10 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  
 
     def bytes_alive(self) -> tuple[int, int]:
         """Return the bytes that are alive: those made outside of blocks, and those made inside."""
-        found = [0, 0]
+        sizes = [0, 0]
         for in_block, size in self._alive.values():
-            found[in_block] += size
-        return found[0], found[1]
+            sizes[in_block] += size
+        return sizes[0], sizes[1]
 
     def casts(self) -> int:
         """Return the bytes of the copies of weights."""
@@ -327,8 +327,8 @@ class _Accelerator(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        own = {F.scaled_dot_product_attention: _attention, F.dropout: _dropout}
-        return own.get(function, function)(*args, **(kwargs or {}))
+        replaced = {F.scaled_dot_product_attention: _attention, F.dropout: _dropout}
+        return replaced.get(function, function)(*args, **(kwargs or {}))
 
 
 def _attention(

@@ -166,8 +166,8 @@ def _candidates(model: PreTrainedModel) -> Iterator[Head]:
 def _fields(model: PreTrainedModel, names: tuple[str, ...]) -> list[float]:
     """Return the values of those fields that are positive numbers."""
     described: dict[str, Any] = model.config.get_text_config().to_dict()
-    found = [described.get(name) for name in names]
-    return [float(value) for value in found if isinstance(value, int | float) and value > 0]
+    values = [described.get(name) for name in names]
+    return [float(value) for value in values if isinstance(value, int | float) and value > 0]
 
 
 class LossModule(nn.Module):

@@ -76,10 +76,10 @@ def describe_parameters(
     four_bits = trainable.linear_layers(model) if adapter.kind == "qlora" else []
     weights = {id(model.get_submodule(name).weight) for name in four_bits}
     trainable.attach(model, adapter, new_tokens, meta=True)
-    found = shape(model, updates=updates)
-    marked = zip(found.parameters, model.parameters(), strict=True)
+    described = shape(model, updates=updates)
+    marked = zip(described.parameters, model.parameters(), strict=True)
     parameters = tuple(replace(one, quantized=id(p) in weights) for one, p in marked)
-    return replace(found, parameters=parameters, adapted=True, token_rows=len(new_tokens))
+    return replace(described, parameters=parameters, adapted=True, token_rows=len(new_tokens))
 
 
 def on_meta(model_config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -94,8 +94,8 @@ def on_meta(model_config: PreTrainedConfig, dtype: torch.dtype = torch.float32) 
     except CANNOT_BUILD as error:
         path = model_config.name_or_path
         prefix = f"{path}/config.json: " if path else "model.config."
-        said = f"{type(error).__name__}: {first_line(error)}"
-        expected = f"what transformers can build a model of ({said})"
+        text = f"{type(error).__name__}: {first_line(error)}"
+        expected = f"what transformers can build a model of ({text})"
         missing = error.args[0] if isinstance(error, KeyError) and error.args else None
         for key, value in _leaves(model_config.to_dict(), ""):
             if isinstance(value, str) and value == missing:

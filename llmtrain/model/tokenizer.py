@@ -149,8 +149,8 @@ def _facts_of(path: str, revision: str | None) -> _Facts:
 
 @lru_cache(maxsize=2)  # the base's and the run's
 def _load_facts(path: str, revision: str | None, stamps: tuple[tuple[str, int], ...]) -> _Facts:
-    found = _load_fast(path, revision)
-    return _Facts(found.get_vocab(), found.bos_token_id, found.eos_token_id, found.pad_token_id)
+    fast = _load_fast(path, revision)
+    return _Facts(fast.get_vocab(), fast.bos_token_id, fast.eos_token_id, fast.pad_token_id)
 
 
 def _load_fast(path: str, revision: str | None) -> PreTrainedTokenizerFast:
@@ -169,7 +169,7 @@ def load(path: str, revision: str | None) -> PreTrainedTokenizerBase:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        found = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision or "main", trust_remote_code=False
         )
     except StrictDataclassError as error:  # of a model's config.json beside the tokenizer
@@ -178,13 +178,13 @@ def load(path: str, revision: str | None) -> PreTrainedTokenizerBase:
     except Exception as error:  # of a file that is brought `tokenizers` raises this very class
         expected = f"a tokenizer directory or a Hub id: {first_line(error)}"
         raise UserError(Problem("model.tokenizer", path, expected)) from error
-    if not isinstance(template := found.chat_template, str | dict | None):
+    if not isinstance(template := tokenizer.chat_template, str | dict | None):
         expected = f"a tokenizer whose chat_template is a string; it is {json.dumps(template)}"
         raise UserError(Problem("model.tokenizer", path, expected))
-    if not isinstance(length := found.model_max_length, int | float):
+    if not isinstance(length := tokenizer.model_max_length, int | float):
         expected = f"a tokenizer whose model_max_length is a number; it is {json.dumps(length)}"
         raise UserError(Problem("model.tokenizer", path, expected))
-    return found
+    return tokenizer
 
 
 _ROWS_AT_ONCE = 8192  # in double precision

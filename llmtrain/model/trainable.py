@@ -316,17 +316,17 @@ def _names_that_peft_changes(model: PreTrainedModel) -> set[str]:
     key = (model.config.model_type, names)
     if key in _changed_names:
         return _changed_names[key]
-    found: set[str] = set()
+    changed: set[str] = set()
     for name in names:
         settings = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(settings, model, None)
         except ValueError:  # it is one of two that became one tensor
-            found.add(name)
+            changed.add(name)
         if set(settings.target_modules or ()) != {name}:
-            found.add(name)
-    _changed_names[key] = found
-    return found
+            changed.add(name)
+    _changed_names[key] = changed
+    return changed
 
 
 def _is_router(name: str, module: nn.Module) -> bool:

@@ -121,15 +121,15 @@ def _object_problems(place: Path, names: set[str]) -> Iterator[Problem]:
     """Yield a problem for each small file of settings that is not what transformers expects."""
     for name in sorted(_OBJECTS & names):
         try:
-            found = read_json(place / name)
+            fields = read_json(place / name)
         except (ValueError, RecursionError) as error:
             yield Problem(_KEY, place, f"a {name} that can be read ({error})")
             continue
-        ends = found.get("eos_token_id")
+        ends = fields.get("eos_token_id")
         ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if name == _GENERATION and not all(type(one) is int for one in ids):
-            said = f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)} in {name}"
-            yield Problem(_KEY, place, said)
+            what = f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)} in {name}"
+            yield Problem(_KEY, place, what)
 
 
 def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
@@ -180,11 +180,11 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
 
     try:
         with safetensors.safe_open(place / name, "np") as opened:
-            found = {opened.get_slice(key).get_dtype() for key in opened.offset_keys()}
+            dtypes = {opened.get_slice(key).get_dtype() for key in opened.offset_keys()}
     except safetensors.SafetensorError as error:
         yield Problem(_KEY, place, f"a model directory with whole safetensors: {name}: {error}")
         return
-    for dtype in sorted(found - DTYPES.keys()):
+    for dtype in sorted(dtypes - DTYPES.keys()):
         expected = f"weights as numbers of 16 or 32 bits; {name} holds {dtype}"
         yield Problem(_KEY, place, expected, "the unquantised weights of that model")
 

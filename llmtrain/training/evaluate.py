@@ -60,8 +60,8 @@ def evaluate(run: Run) -> Evaluation | None:
                 return None
             how = (run.device, run.model, partial(shown, run), hidden)
             scored.append(score_blocks(heldout, blocks, seq_len, *how))
-    found = result(sum_over_ranks(reduce(torch.add, scored)).tolist(), heldout)
-    return replace(found, seconds=time.perf_counter() - start)
+    evaluation = result(sum_over_ranks(reduce(torch.add, scored)).tolist(), heldout)
+    return replace(evaluation, seconds=time.perf_counter() - start)
 
 
 def rounds_of(

@@ -244,18 +244,18 @@ def arrange(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     entries = _entries([names[id(parameter)] for parameter in trained], config.groups)
     embeddings, matrices = _embeddings(model), _hidden_matrices(model)
-    found: dict[tuple[int, Algorithm, bool], list[Parameter]] = {}
+    members: dict[tuple[int, Algorithm, bool], list[Parameter]] = {}
     for parameter, entry in zip(trained, entries, strict=True):
         algorithm = config.name
         if algorithm == "muon" and id(parameter) not in matrices:
             algorithm = "adamw"
         decays = parameter.ndim >= 2 and id(parameter) not in embeddings
         decays = decays and not any(part in names[id(parameter)][0] for part in _NEVER_DECAYED)
-        found.setdefault((entry, algorithm, not decays), []).append(parameter)
-    if config.name == "muon" and not any(algorithm == "muon" for _, algorithm, _ in found):
+        members.setdefault((entry, algorithm, not decays), []).append(parameter)
+    if config.name == "muon" and not any(algorithm == "muon" for _, algorithm, _ in members):
         expected = "adamw for a model whose trainable parameters include no matrix inside of it"
         raise UserError(Problem("optimizer.name", "muon", expected, "optimizer.name=adamw"))
-    return [_group(config, *key, found[key]) for key in sorted(found)]  # the decayed ones first
+    return [_group(config, *key, members[key]) for key in sorted(members)]  # the decayed ones first
 
 
 def _group(
@@ -278,14 +278,14 @@ def _entries(named: Sequence[Sequence[str]], groups: Sequence[GroupConfig]) -> l
 
     named: the names of each parameter
     """
-    found = [
-        next((number for number, one in enumerate(groups) if _matches(own, one.match)), _DEFAULT)
-        for own in named
+    entries = [
+        next((number for number, one in enumerate(groups) if _matches(names, one.match)), _DEFAULT)
+        for names in named
     ]
     problems = []
     for number, one in enumerate(groups):
         key = f"optimizer.groups.{number}.match"
-        if number in found:
+        if number in entries:
             continue
         if any(_matches(names, one.match) for names in named):
             expected = "a pattern with a parameter that no earlier entry matches"
@@ -293,7 +293,7 @@ def _entries(named: Sequence[Sequence[str]], groups: Sequence[GroupConfig]) -> l
         else:
             problems.append(no_match(key, one.match, [name for names in named for name in names]))
     raise_any(problems)
-    return found
+    return entries
 
 
 def _matches(names: Sequence[str], pattern: str) -> bool:

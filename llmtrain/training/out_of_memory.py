@@ -61,12 +61,12 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
     # The run needs at least what it had and asked for; the device refused it, so it was too much.
     needed = max(peak + more, hardware.device_bytes + 1)
     change = remedy(model.shape, model.count, asked, layout, hardware, needed - plan.total_bytes)
-    said, _, _ = first_line(error).partition(" Including ")  # how torch divided what it has
+    summary, _, _ = first_line(error).partition(" Including ")  # how torch divided what it has
     return Problem(
         "device memory",
         f"{size(peak)} at the peak" + (f", and {size(more)} more asked for" if more else ""),
         f"at most the {size(plan.total_bytes)} planned for {layout_in_words(layout)} of "
-        f"{size(hardware.device_bytes)} ({said})",
+        f"{size(hardware.device_bytes)} ({summary})",
         f"{change}; `llmtrain plan` shows other changes",
     )
 

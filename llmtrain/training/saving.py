@@ -183,8 +183,8 @@ def _choose_writer(run: Run, step: int) -> Writer | None:
     pieces = run.engine.pieces(run.built.spec, writing=True, dealt=saves.dealt)
     needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
     mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
-    heard = gathered(run.ranks, mine)
-    if hosts := from_rank_zero(run.ranks, lambda: short_of_memory(heard)):
+    of_ranks = gathered(run.ranks, mine)
+    if hosts := from_rank_zero(run.ranks, lambda: short_of_memory(of_ranks)):
         saves.writer = None
         run.journal.event("saving_in_line", step, reason="no memory for a copy", hosts=hosts)
     saves.has_room = not hosts

@@ -146,12 +146,12 @@ def target_keywords(labels: np.ndarray, device: torch.device, *, whole: bool) ->
     labels: (B, T) int64
     whole: whether no label is `NOT_TRAINED`, where this is known; else they are looked through
     """
-    found: MicroBatch = {"labels": on_device(device, labels), "all_trained": True}
+    keywords: MicroBatch = {"labels": on_device(device, labels), "all_trained": True}
     if not whole:
         flat = np.flatnonzero(labels != NOT_TRAINED)
         if len(flat) < labels.size:
-            found |= {"all_trained": False, "trained": on_device(device, flat)}
-    return found
+            keywords |= {"all_trained": False, "trained": on_device(device, flat)}
+    return keywords
 
 
 def hide(run: Run, starts: Sequence[np.ndarray]) -> MicroBatch:

@@ -271,14 +271,14 @@ def wrap_classes(model: nn.Module, asked: str) -> list[str]:
     named = getattr(model, "_no_split_modules", None) or ()
     wanted = sorted(named) if asked == "auto" else asked.split(",")
     classes = {type(module).__name__ for module in model.modules()}
-    found = [name for name in wanted if name in classes]
-    if not found or (asked != "auto" and found != wanted):
+    present = [name for name in wanted if name in classes]
+    if not present or (asked != "auto" and present != wanted):
         lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one))
         blocks = sorted({type(one[0]).__name__ for one in lists})
         expected = f"the class of the model's repeated blocks; its lists hold {', '.join(blocks)}"
         remedy = f"distributed.wrap_class={blocks[0]}" if blocks else "distributed.strategy=zero3"
         raise UserError(Problem("distributed.wrap_class", asked, expected, remedy))
-    return found
+    return present
 
 
 def reshard(module: nn.Module) -> None:

@@ -42,11 +42,11 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     Raises ValueError for a trainable weight that is not fp32, and for an unsupported dtype.
     """
     weights = {name: _tensor_spec(name, tensor) for name, tensor in named_tensors(model).items()}
-    kept = kept_states(optimizer)
+    states = kept_states(optimizer)
     moments = {
         f"{name}.{key}": tensor
         for name, parameter in trained_parameters(model, optimizer).items()
-        for key, tensor in kept[id(parameter)].items()
+        for key, tensor in states[id(parameter)].items()
     }
     adapter = {ADAPTER: weights} if has_adapters(model) else None
     return {
@@ -252,8 +252,8 @@ def persistent_buffers(model: Module) -> dict[str, Tensor]:
 
 def trained_parameters(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
     """Return the parameters that the optimizer changes, by name, in the order of the model."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: weight for name, weight in named_parameters(model).items() if id(weight) in own}
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: weight for name, weight in named_parameters(model).items() if id(weight) in ids}
 
 
 def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:

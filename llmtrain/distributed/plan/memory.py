@@ -239,8 +239,8 @@ def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Har
         for one in shape.parameters
         if not one.trainable
     )
-    kept = sum(state_bytes(one.algorithm, _rows(one, across)) for one in trainable)
-    return States(4 * mine + frozen, 4 * mine, kept)
+    optimizer = sum(state_bytes(one.algorithm, _rows(one, across)) for one in trainable)
+    return States(4 * mine + frozen, 4 * mine, optimizer)
 
 
 def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) -> States:

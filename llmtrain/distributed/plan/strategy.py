@@ -285,8 +285,8 @@ def _fastest(candidates: Sequence[PlannedLayout]) -> PlannedLayout | None:
 
 def _best(candidates: Sequence[PlannedLayout]) -> PlannedLayout:
     """Return the fastest candidate that fits, otherwise the one that lacks the fewest bytes."""
-    found = _fastest([one for one in candidates if one.fits])
-    return found or min(candidates, key=lambda one: one.missing_bytes)
+    fastest = _fastest([one for one in candidates if one.fits])
+    return fastest or min(candidates, key=lambda one: one.missing_bytes)
 
 
 def _reason(
@@ -323,6 +323,6 @@ def _merit(chosen: PlannedLayout, fitting: Sequence[PlannedLayout]) -> str:
 
 def layout_in_words(layout: Layout) -> str:
     """Return a layout in words: "ddp with full activation checkpointing, micro-batch 8,"."""
-    kept = layout.activation_checkpointing
-    recompute = "" if kept == "none" else f" with {kept} activation checkpointing"
+    checkpointing = layout.activation_checkpointing
+    recompute = "" if checkpointing == "none" else f" with {checkpointing} activation checkpointing"
     return f"{layout.strategy}{recompute}, micro-batch {layout.micro_batch_size},"

@@ -69,8 +69,8 @@ class Planned:
         parts = dict(self.memory.parts) if self.memory else None
         total = self.memory.total_bytes if self.memory else None
         device = {"device_bytes": self.hardware.device_bytes}
-        said = {"reason": self.reason, "parts": parts, "total_bytes": total}
-        return asdict(self.layout) | said | device
+        memory = {"reason": self.reason, "parts": parts, "total_bytes": total}
+        return asdict(self.layout) | memory | device
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,9 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Cla
                 # Quarantined checkpoints count too.
                 names = form.names(run_dir / contents.CHECKPOINTS)
                 stored = [name for name in reversed(names) if name.startswith("step-")]
-                there = newest or next(iter(stored), "its metrics.jsonl" if started else None)
-                if there:
-                    expected = f"a run.dir in which no run has begun; {run_dir} holds {there}"
+                existing = newest or next(iter(stored), "its metrics.jsonl" if started else None)
+                if existing:
+                    expected = f"a run.dir in which no run has begun; {run_dir} holds {existing}"
                     remedy = "checkpoint.resume=auto to go on from there, or another run.dir"
                     raise UserError(Problem("checkpoint.resume", "never", expected, remedy))
             _settle_config(run_dir, config, begun=started or bool(_find_saved_run(run_dir)))

@@ -170,15 +170,15 @@ def few_steps(
         a_pass = min(a_pass, float(counted["tokens"]) / manifest.seq_len)
     some = math.floor(training.epochs * a_pass / FEW_STEPS)
     batch = min(training.global_batch_size, max(least, some // unit * unit))
-    found = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
+    changes = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
     epochs, needed = training.epochs, math.ceil(FEW_STEPS * batch / a_pass)
-    if needed > epochs or not found:
+    if needed > epochs or not changes:
         epochs = max(needed, math.floor(epochs) + 1)
-        found.append(f"training.epochs={epochs}")
+        changes.append(f"training.epochs={epochs}")
     tokens = counted["tokens"] * training.epochs
     if (trained := counted.get("trained")) is not None:
         tokens = trained * min(1.0, training.epochs / counted["passes"])
-    return FewSteps(steps, round(tokens), epochs, " ".join(found))
+    return FewSteps(steps, round(tokens), epochs, " ".join(changes))
 
 
 def _check_length(config: Config, counted: JsonMapping, found: ResumePoint | None) -> None:

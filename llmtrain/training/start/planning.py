@@ -116,13 +116,13 @@ def _check_depth(model_config: PreTrainedConfig, hardware: memory.Hardware) -> N
     block = sum(math.prod(each.shape) for each in one.parameters if each.block == 0)
     needed = number * block * _BYTES_OF_FP32
     host = hardware.nodes * (hardware.host_bytes or 0)
-    there = host if hardware.cpu else host + hardware.devices * hardware.device_bytes
-    if needed > there:
+    room = host if hardware.cpu else host + hardware.devices * hardware.device_bytes
+    if needed > room:
         expected = (
             f"a model that fits: its weights alone, {block:,} parameters in each block, are "
-            f"{size(needed)}; devices and hosts have {size(there)}"
+            f"{size(needed)}; devices and hosts have {size(room)}"
         )
-        most = there // (block * _BYTES_OF_FP32)
+        most = room // (block * _BYTES_OF_FP32)
         remedy = f"fewer blocks; the weights of {most:,} would fill all of the memory"
         name = described.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         raise UserError(Problem(f"model.config.{name}", number, expected, remedy))
@@ -244,9 +244,9 @@ def does_not_fit(
         for name, one in without.items()
     ]
     table = "\n".join(["one of these to fit; each with what would make it fit", *rows])
-    found = f"{size(hardware.device_bytes)} a device, {hardware.devices} of them"
+    devices = f"{size(hardware.device_bytes)} a device, {hardware.devices} of them"
     near = choice.nearest_miss
-    problem = Problem("device memory", found, table, near.remedy if near else "")
+    problem = Problem("device memory", devices, table, near.remedy if near else "")
     return UserError(problem, where=f"the memory plan: {choice.reason}")
 
 

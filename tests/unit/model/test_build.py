@@ -94,7 +94,7 @@ def test_a_fresh_model_is_in_fp32_in_training_mode_and_decided_by_the_seed():
     models = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        models.append(build(model_config(asked, TOKENS, 16), asked, None))
+        models.append(rebuild(model_config(asked, TOKENS, 16), asked))
     heads = [model.lm_head.weight for model in models]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
@@ -111,7 +111,7 @@ def test_an_encoder_becomes_a_decoder_and_sees_nothing_ahead():
         "intermediate_size": 24,
     }
     asked = ModelConfig(config=fields)
-    model = build(model_config(asked, TOKENS, 16), asked, None).eval()
+    model = rebuild(model_config(asked, TOKENS, 16), asked).eval()
     ids = torch.arange(10)[None]
     other = ids.clone()
     other[0, -1] = 99
@@ -123,7 +123,7 @@ def test_a_model_that_sees_ahead_is_refused():
     config = model_config(asked, TOKENS, 16)
     config.is_decoder = False
     with pytest.raises(UserError, match="do not see later ones"):
-        build(config, asked, None)
+        rebuild(config, asked)
 
 
 def test_a_checkpoint_builds_its_model_without_what_it_began_with(saved):
@@ -145,7 +145,7 @@ def test_a_skeleton_is_the_same_model_without_its_weights(saved):
 def test_patterns_freeze_a_model_however_it_is_built(saved):
     asked = ModelConfig(config=LLAMA, freeze=("*.embed_tokens.*", "*.layers.0.*"))
     fresh, again = (
-        build(model_config(asked, TOKENS, 16), asked, None),
+        rebuild(model_config(asked, TOKENS, 16), asked),
         rebuild(stored_config(saved), asked),
     )
     for model in (fresh, again):

@@ -30,7 +30,7 @@ from llmtrain.distributed.engines import state
 from llmtrain.errors import UserError
 from llmtrain.model import shape, trainable
 from llmtrain.model.base import Base
-from llmtrain.model.build import build
+from llmtrain.model.build import rebuild
 from llmtrain.model.loss import LossModule
 from llmtrain.model.shape import describe_parameters, on_meta
 from llmtrain.model.trainable import freeze
@@ -398,7 +398,7 @@ def test_weights_that_are_loaded_get_adapters_that_depend_on_the_seed_alone(tmp_
     drawn = []
     for _ in range(2):
         torch.manual_seed(5)
-        model = build(config("tied"), ModelConfig(**{"from": str(tmp_path)}), None)
+        model = rebuild(config("tied"), ModelConfig(**{"from": str(tmp_path)}))
         trainable.attach(model, asked())
         drawn.append([one.detach() for one in state.named_parameters(model).values()])
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
