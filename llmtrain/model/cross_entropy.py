@@ -159,16 +159,9 @@ def _in_rows(
     if index is not None:
         column = column[index]
         factors = None if factors is None else factors[index]
-    return _Rows(
-        hidden.flatten(0, -2).to(dtype),
-        weight.to(dtype),
-        None if bias is None else bias.to(wide),
-        index,
-        column,
-        factors,
-        wide,
-        settings,
-    )
+    operands = hidden.flatten(0, -2).to(dtype), weight.to(dtype)
+    added = None if bias is None else bias.to(wide)
+    return _Rows(*operands, added, index, column, factors, wide, settings)
 
 
 class _Wanted(NamedTuple):

@@ -270,14 +270,9 @@ class LossModule(nn.Module):
         if each:
             return token_losses(hidden, weight, labels, **known, **plain)
         if self._kernel == "torch":
-            return F.linear_cross_entropy(
-                hidden.flatten(0, -2),
-                weight,
-                labels.flatten(),
-                linear_bias=bias,
-                reduction="sum",
-                ignore_index=NOT_TRAINED,
-            )
+            rows, targets = hidden.flatten(0, -2), labels.flatten()
+            how: dict[str, Any] = {"reduction": "sum", "ignore_index": NOT_TRAINED}
+            return F.linear_cross_entropy(rows, weight, targets, linear_bias=bias, **how)
         return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **known, **plain)
 
     def _from_logits(
