@@ -84,8 +84,15 @@ def find(
         if not damage:
             break
         damaged = path.name, damage
-    if offer["newer"]:
-        make_way = partial(_make_way, root, offer["newer"], path.name)
+    newer: list[str] = offer["newer"]
+
+    def make_way(renamed: list[Event]) -> None:
+        reason = f"a start was told to resume from {path.name}"
+        for name in newer:
+            if (root / name).exists():
+                renamed.append(candidates.rename(root, name, candidates.SUPERSEDED, reason))
+
+    if newer:
         _from_rank_0(ranks, patience, make_way, log)
     return ResumePoint(path, path.name, form.step_of(path.name) or 0, offer["state"])
 
@@ -191,14 +198,6 @@ def _offer(
         renamed.append(candidates.rename(root, damaged[0], candidates.DAMAGED, damaged[1]))
     candidate = candidates.newest(root, run_id, renamed)
     return asdict(candidate) if candidate else None
-
-
-def _make_way(root: Path, newer: list[str], used: str, renamed: list[Event]) -> None:
-    """Rename the checkpoints that are newer than the one to be used; called on rank 0."""
-    reason = f"a start was told to resume from {used}"
-    for name in newer:
-        if (root / name).exists():
-            renamed.append(candidates.rename(root, name, candidates.SUPERSEDED, reason))
 
 
 def _verify_together(

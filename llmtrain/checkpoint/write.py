@@ -353,9 +353,15 @@ def collect_pieces(begun: OpenSave, pieces: Iterable[Piece], ranks: Ranks) -> Ex
 
     Collective; only rank 0 gets extents. An error of this rank is raised after the last exchange.
     """
-    own = captured(lambda: _by_name(begun, pieces))
-    failed = [own.error] if own.error else []
-    blocks = _exchange(begun, {} if own.error else own.result(), ranks, failed)
+    parts: dict[str, list[Part]] = {}
+
+    def collect() -> None:
+        for piece in pieces:
+            parts.setdefault(piece.name, []).append(flat(begun, piece))
+
+    error = captured(collect).error
+    failed = [error] if error else []
+    blocks = _exchange(begun, {} if error else parts, ranks, failed)
     total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
     found = captured(lambda: write_blocks(begun, blocks, total) if ranks.rank == 0 else {})
     for _ in blocks:  # every rank takes part in every exchange, even if rank 0 has failed
@@ -363,13 +369,6 @@ def collect_pieces(begun: OpenSave, pieces: Iterable[Piece], ranks: Ranks) -> Ex
     if failed:
         raise failed[0]
     return found.result()
-
-
-def _by_name(begun: OpenSave, pieces: Iterable[Piece]) -> dict[str, list[Part]]:
-    parts: dict[str, list[Part]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.name, []).append(flat(begun, piece))
-    return parts
 
 
 def _exchange(

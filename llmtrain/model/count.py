@@ -183,12 +183,18 @@ def _watch(model: PreTrainedModel, seq_len: int, arithmetic: str, *, back: bool)
     """
     live = _Live(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
+
+    def backward() -> None:
+        if root is not None and live.first is not None:
+            gradient = torch.empty(like.shape, dtype=like.dtype)
+            torch.autograd.grad(GradientEdge(root, 0), live.first, gradient, allow_unused=True)
+
     with live, _Accelerator(), live.watching(blocks(model)):
         with autocast:
             root, like = _forward(model, seq_len)
             casts = live.casts()  # before autocast drops its cache
         once, of_blocks = live.bytes_alive()
-        recomputed = live.most(lambda: _backward(root, like, live.first)) if back else 0
+        recomputed = live.most(backward) if back else 0
     return Saved(of_blocks, once, recomputed, casts)
 
 
@@ -200,12 +206,6 @@ def _forward(model: PreTrainedModel, seq_len: int) -> tuple[Node | None, Tensor]
     ids = torch.zeros((1, seq_len), dtype=torch.int64)
     out: Tensor = model.base_model(ids, **attention.model_keywords())[0]
     return out.grad_fn, torch.empty_like(out, device="meta")
-
-
-def _backward(root: Node | None, like: Tensor, first: GradientEdge | None) -> None:
-    if root is not None and first is not None:
-        gradient = torch.empty(like.shape, dtype=like.dtype)
-        torch.autograd.grad(GradientEdge(root, 0), first, gradient, allow_unused=True)
 
 
 @contextmanager

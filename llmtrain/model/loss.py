@@ -206,7 +206,8 @@ class LossModule(nn.Module):
         self._projection = (model.get_output_embeddings(),)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
-                part.warn_if_padding_and_no_attention_mask = _say_nothing
+                # It looks for padding in the ids, as in GPT-2: a GPU would be waited for.
+                part.warn_if_padding_and_no_attention_mask = lambda _ids, _mask: None
 
     def forward(
         self,
@@ -330,10 +331,6 @@ class LossModule(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output head of the model; None if rows of it are trained apart."""
         return _bare(self.model.get_output_embeddings())
-
-
-def _say_nothing(_ids: Tensor, _mask: Tensor | None) -> None:
-    """Do not look for padding in the ids, as GPT-2 does: a GPU would be waited for."""
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:

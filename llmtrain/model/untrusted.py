@@ -112,7 +112,14 @@ def _problems(place: Path) -> Iterator[Problem]:
         if said := unsafe_file(place, name, _cache_of(place)):
             yield Problem(_KEY, place, f"files of that directory; {said}", "copy them into it")
         elif name == "config.json":
-            yield from _config_problems(place)
+            try:
+                config = read_json(place / name)
+            except (ValueError, RecursionError) as error:
+                yield Problem(_KEY, place, f"a config.json that can be read ({error})")
+                continue
+            yield from field_problems(config, f"{place / name}: ")
+            if (asked := config.get("quantization_config")) is not None:
+                yield quantized(str(place), asked)
         else:
             yield from _dtype_problems(place, name)
 
@@ -151,17 +158,6 @@ def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
     expected = f"an index that names files of the directory; in {INDEX} "
     problems = [Problem(_KEY, place, expected + said) for said in wrong[:5]]
     return set() if wrong else files, problems
-
-
-def _config_problems(place: Path) -> Iterator[Problem]:
-    try:
-        config = read_json(place / "config.json")
-    except (ValueError, RecursionError) as error:
-        yield Problem(_KEY, place, f"a config.json that can be read ({error})")
-        return
-    yield from field_problems(config, f"{place / 'config.json'}: ")
-    if (asked := config.get("quantization_config")) is not None:
-        yield quantized(str(place), asked)
 
 
 def quantized(path: str, asked: object) -> Problem:

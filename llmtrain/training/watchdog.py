@@ -69,21 +69,17 @@ class Watchdog:
         self._still += 1
         long = any(one in phase for one in _LONG)
         said = f"no progress for {self._still} s: {phase}"
+        steps = _REPORT_STEPS * self._median() if self._median else 0.0
+        report_after = self._most if long else min(max(_REPORT_SECONDS, steps), self._most)
+        if self._median is None and self._rank:
+            report_after = self._end_after  # it waits for rank 0, which may work alone for minutes
         if self._still >= self._end_after and not long:
             self._end(said)
-        elif not self._reported and self._still >= self._report_after(long):
+        elif not self._reported and self._still >= report_after:
             self._reported = True
             self._write_stacks(said)
             detail = {"seconds": self._still, "phase": phase, "rank": self._rank}
             _in_thread(lambda: self._journal.event("no_progress", self._journal.step, **detail))
-
-    def _report_after(self, long: bool) -> float:
-        if self._median is None and self._rank:
-            return self._end_after  # this rank waits for rank 0, which may work alone for minutes
-        if long:
-            return self._most
-        steps = _REPORT_STEPS * self._median() if self._median else 0.0
-        return min(max(_REPORT_SECONDS, steps), self._most)
 
     def _end(self, said: str) -> None:
         code = self._journal.exit_code  # not None if the run is over and hangs while it closes

@@ -285,7 +285,10 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
     size = _compute_bytes(work.precision)
     if work.chunk is not None and saved.plain_head:
         gradient = 4 * shape.head if shape.head_trained else 0
-        chunk = _chunk_bytes(work.chunk, shape.vocabulary, tokens, size)
+        rows = min(work.chunk.rows(shape.vocabulary), tokens)
+        wide = rows if work.chunk.wide else min(work.chunk.piece(shape.vocabulary), tokens)
+        # In fp32 the gradient takes the place of the logits.
+        chunk = shape.vocabulary * (4 * rows if size == 4 else size * rows + 4 * wide)
         if arithmetic == "bf16":
             return gradient + 6 * inputs + max(chunk, gradient // 2), gradient
         return gradient + (8 if arithmetic == "fp32" else 10) * inputs + chunk, gradient
@@ -295,16 +298,6 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
         return copied + max(12 * logits + 2 * inputs, 4 * shape.head + 4 * inputs), 0
     whole = max(12 * logits + size * inputs, size * (logits + shape.head + 2 * inputs))
     return copied + whole, 0
-
-
-def _chunk_bytes(chunk: Chunk, vocabulary: int, tokens: int, operand: int) -> int:
-    """Return the bytes of a chunk's tensors. operand: bytes of an element of the products."""
-    rows, piece = min(chunk.rows(vocabulary), tokens), min(chunk.piece(vocabulary), tokens)
-    if operand == 4:  # the gradient takes the place of the logits
-        return vocabulary * 4 * rows
-    if chunk.wide:
-        return vocabulary * (4 + operand) * rows
-    return vocabulary * (operand * rows + 4 * piece)
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
