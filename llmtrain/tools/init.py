@@ -113,7 +113,9 @@ def write_config(
     _refuse_inside(data, path)
     asked = ModelConfig.model_validate({"from": base})
     known = None if base is None else find_base(asked)
-    kind = _look_at(data)
+    reader = Reader(Reading(_PATIENCE_SECONDS))
+    sources, chats, sizes = zip(*(_source(one, reader) for one in data), strict=True)
+    kind = _SourceKind([*sources], any(chats), sum(sizes))
     tree = _draft(kind, base, known, _run_dir(path.stem))
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         draft = Path(folder) / "draft.yaml"
@@ -171,13 +173,6 @@ def _run_dir(name: str) -> str:
     """Return a run directory that does not exist."""
     numbers = ("", *(f"-{n}" for n in range(2, 1000)))
     return next(f"runs/{name}{n}" for n in numbers if not Path(f"runs/{name}{n}").exists())
-
-
-def _look_at(data: Sequence[str]) -> _SourceKind:
-    reader = Reader(Reading(_PATIENCE_SECONDS))
-    found = [_source(one, reader) for one in data]
-    sources = [described for described, _, _ in found]
-    return _SourceKind(sources, any(chat for _, chat, _ in found), sum(size for *_, size in found))
 
 
 def _source(path: str, reader: Reader) -> tuple[JsonObject, bool, int]:

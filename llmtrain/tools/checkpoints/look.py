@@ -200,7 +200,9 @@ def policy_of(run_dir: Path) -> CheckpointConfig:
 def listing(place: CheckpointPath, policy: CheckpointConfig | None) -> Listing:
     """Return all rows; those of the run's own checkpoints with the reasons to keep them."""
     try:
-        run_id, resumed_from = run_id_of(place), _resumed_from(place.run_dir)
+        run_id, lines = run_id_of(place), record.record(place.run_dir) if place.run_dir else []
+        starts = [line for line in lines if line["kind"] == "start"]
+        resumed_from = starts[-1].get("resumed_from") if starts else None
         found = (_row(place.root / name, run_id) for name in form.names(place.root))
         rows = [row for row in found if row is not None]
     except OSError as error:
@@ -283,13 +285,6 @@ def run_id_of(place: CheckpointPath) -> str | None:
         with suppress(form.DamagedError, form.OtherFormatError):
             return form.load(place.root / name).run_id
     return None
-
-
-def _resumed_from(run_dir: Path | None) -> str | None:
-    """Return the name of the checkpoint that the last start resumed, if any."""
-    lines = record.record(run_dir) if run_dir else []
-    starts = [line for line in lines if line["kind"] == "start"]
-    return starts[-1].get("resumed_from") if starts else None
 
 
 def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:

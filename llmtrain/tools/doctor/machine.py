@@ -383,15 +383,11 @@ def describe_launch(file: LaunchFile) -> Verdict:
 
 def rendezvous(context: DoctorContext) -> Verdict:
     """Check whether ranks can meet: on a free port here, and at the launch file's address."""
-    return join([_free_port(), *_own_name(context), *_named_address(context)])
-
-
-def _free_port() -> Verdict:
-    """Bind a free port of this machine and connect to it; bytes are sent by `all_reduce`."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # bytes are sent by `all_reduce`
         port = server.getsockname()[1]
         socket.create_connection(("127.0.0.1", port), _REACH_SECONDS).close()
-    return ok(f"port {port} of 127.0.0.1 is free and answers")
+    free = ok(f"port {port} of 127.0.0.1 is free and answers")
+    return join([free, *_own_name(context), *_named_address(context)])
 
 
 def _own_name(context: DoctorContext) -> Iterator[Verdict]:

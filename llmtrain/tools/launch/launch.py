@@ -91,7 +91,11 @@ def launch(
     Raises UserError before anything is started.
     """
     env = dict(os.environ if env is None else env)
-    _refuse_nested(env)
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
+        if name in env:  # each of its ranks would start all processes again
+            expected = "no launcher around this process: it starts one itself"
+            remedy = "leave --accelerate and --processes out"
+            raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
     raise_any(launcher_problems(env), "the launch")
     wrong: list[Problem] = []
     if accelerate_file is None:
@@ -109,8 +113,7 @@ def launch(
             file = _written(file, Path(folder) / "accelerate.yaml", config.training.precision)
         report = Path(folder) / "ended"
         env[LAUNCHED] = str(report)
-        if file.on_cpu:
-            # torch's launcher does not set these, and sharding looks for devices.
+        if file.on_cpu:  # torch's launcher does not set these, and sharding looks for devices
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         options: list[str] = []
         if file.machines > 1:
@@ -130,15 +133,6 @@ def _written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
     values = {**file.values, "mixed_precision": "no" if fp32 else "bf16"}
     path.write_text(write(values), encoding="utf-8")
     return replace(file, path=path)
-
-
-def _refuse_nested(env: Mapping[str, str]) -> None:
-    """Raise UserError inside a launcher: each of its ranks would start all processes again."""
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
-        if name in env:
-            expected = "no launcher around this process: it starts one itself"
-            remedy = "leave --accelerate and --processes out"
-            raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
 
 
 def _rules(config_file: str, file: LaunchFile, env: Mapping[str, str]) -> list[Rule]:

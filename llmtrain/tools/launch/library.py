@@ -33,12 +33,19 @@ def train_in_processes(config: Config, processes: int) -> Result:
     Raises UserError or RunError by the exit code of the run.
     """
     raise_any(_problems(processes))
+    values = config.model_dump(mode="json", by_alias=True)
+    # What was set on a command line, so that the run records it as such.
+    overrides = [
+        f"{key}={json.dumps(_value(values, key), ensure_ascii=False)}"
+        for key, origin in config.origins.items()
+        if origin == "command line"
+    ]
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         path = Path(folder) / "config.yaml"
         # Without the defaults: the run records for each key in the file that somebody has set it.
         path.write_text(dump(config, whole=False), encoding="utf-8")
         try:
-            ended = launch(str(path), [*_overrides(config)], processes=processes)
+            ended = launch(str(path), overrides, processes=processes)
         except UserError as error:
             where = _SHOWN if error.where == str(path) else error.where
             raise UserError(*error.problems, where=where) from None
@@ -59,14 +66,6 @@ def train_in_processes(config: Config, processes: int) -> Result:
 def _problems(processes: object) -> Iterator[Problem]:
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         yield Problem("processes", processes, "a whole number ≥ 1, or None for this process alone")
-
-
-def _overrides(config: Config) -> Iterator[str]:
-    """Yield the values that were set on a command line, so that the run records them as such."""
-    values = config.model_dump(mode="json", by_alias=True)
-    for key, origin in config.origins.items():
-        if origin == "command line":
-            yield f"{key}={json.dumps(_value(values, key), ensure_ascii=False)}"
 
 
 def _value(tree: Any, key: str) -> object:
