@@ -248,7 +248,20 @@ def test_few_signatures_say_that_anything_goes():
         for file, function in nodes(ast.FunctionDef, ast.AsyncFunctionDef)
         if any(map(says_any, annotations(function)))
     ]
-    assert len(loose) <= 170
+    assert len(loose) <= 130
+
+
+def test_few_private_functions_are_used_once():
+    """Nine in 1,000 lines of code; most are steps that are too long to stand where they are used."""
+    defined, used = defaultdict(int), Counter()
+    for _, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.Name, ast.Attribute):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                used[name] += 1
+            case _ if node.name.startswith("_") and not node.name.startswith("__"):
+                defined[node.name] += 1
+    once = [name for name, count in defined.items() if (count, used[name]) == (1, 1)]
+    assert len(once) <= 280
 
 
 def test_a_class_name_has_one_meaning():

@@ -102,17 +102,17 @@ def launch(
         file = _of_this_machine(processes or 1, env)
     else:
         file, wrong = parse_launch_file(accelerate_file, processes)
-    rules = [lambda: wrong, *_rules(config_file, file, env)]
     try:
-        config = load_config(config_file, overrides, rules)
+        config = load_config(
+            config_file, overrides, [lambda: wrong, *_rules(config_file, file, env)]
+        )
     except UserError as error:
         where = f"{config_file} and {accelerate_file}" if accelerate_file else error.where
         raise UserError(*error.problems, where=where) from None
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
             file = _written(file, Path(folder) / "accelerate.yaml", config.training.precision)
-        report = Path(folder) / "ended"
-        env[LAUNCHED] = str(report)
+        env[LAUNCHED] = str(report := Path(folder) / "ended")
         if file.on_cpu:  # torch's launcher does not set these, and sharding looks for devices
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         options: list[str] = []
