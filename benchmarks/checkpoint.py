@@ -25,8 +25,7 @@ from harness import Bench, apart, around, config_of, in_turns, llama, main, rank
 from xxhash import xxh3_128
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read, write
+from llmtrain.checkpoint import format as form, read, write
 from llmtrain.checkpoint.background import Writer
 from llmtrain.types import Piece, Spec, TensorSpec
 

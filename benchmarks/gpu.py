@@ -277,8 +277,7 @@ def bare(asked: dict[str, Any]) -> dict[str, Any]:
 
 def trainer(asked: dict[str, Any]) -> dict[str, Any]:
     """transformers' Trainer on the same blocks; all T positions are trained, as in llmtrain."""
-    from loop import blocks
-    from loop import trainer as train
+    from loop import blocks, trainer as train
 
     clock, cpu = Clock(asked), asked["device"] == "cpu"
     rows = [

@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import ROOT, Bench, Contender, Turn, around, callback, config_of, llama, main
-from harness import step_by_step as in_turn
+from harness import (
+    ROOT,
+    Bench,
+    Contender,
+    Turn,
+    around,
+    callback,
+    config_of,
+    llama,
+    main,
+    step_by_step as in_turn,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 import llmtrain

@@ -32,9 +32,13 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from llmtrain import faults
 from llmtrain.system import unsafe_name
-from llmtrain.types import DTYPES as DTYPES
-from llmtrain.types import JsonObject, Spec, TensorSpec
-from llmtrain.types import tensor_bytes as tensor_bytes
+from llmtrain.types import (
+    DTYPES as DTYPES,
+    JsonObject,
+    Spec,
+    TensorSpec,
+    tensor_bytes as tensor_bytes,
+)
 
 FORMAT = 1
 MANIFEST = "manifest.json"

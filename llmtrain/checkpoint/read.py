@@ -21,8 +21,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from llmtrain import faults, system
 from llmtrain.agreement import captured, from_rank_zero, refuse
-from llmtrain.checkpoint import candidates
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format as form
 from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.files import Patience, StoppedError
 from llmtrain.checkpoint.format import DamagedError, Extent, TensorLocation

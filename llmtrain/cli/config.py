@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, configs_and_runs
-from llmtrain.cli.options import show as show_lines
+from llmtrain.cli.options import (
+    App,
+    AsJson,
+    ConfigFile,
+    Overrides,
+    configs_and_runs,
+    show as show_lines,
+)
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
 from llmtrain.types import JsonMapping

@@ -15,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.options import WIDTH, ProgressLine
-from llmtrain.cli.options import show as print_lines
+from llmtrain.cli.options import WIDTH, ProgressLine, show as print_lines
 from llmtrain.text import fit, harmless, wrap
 
 if TYPE_CHECKING:

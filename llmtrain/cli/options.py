@@ -26,8 +26,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from llmtrain import config as config_package
-from llmtrain import system
+from llmtrain import config as config_package, system
 from llmtrain.text import harmless
 
 _KEYS = Path(config_package.__file__).with_name("keys.json")

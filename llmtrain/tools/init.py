@@ -37,8 +37,7 @@ from llmtrain.model.base import Base
 from llmtrain.model.build import weights_config
 from llmtrain.text import harmless
 from llmtrain.tools import plan as plans
-from llmtrain.tools.data.inspect import Inspection
-from llmtrain.tools.data.inspect import inspect as look
+from llmtrain.tools.data.inspect import Inspection, inspect as look
 from llmtrain.tools.recipes import refuse_existing, write_new
 from llmtrain.training.start.data import FEW_STEPS
 from llmtrain.training.start.frozen import find_base

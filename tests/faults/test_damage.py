@@ -7,8 +7,7 @@ import pytest
 from helpers.damage import DAMAGES, files_of, flip, flip_the_middle, sign, struck
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read
+from llmtrain.checkpoint import format as form, read
 
 NEWEST, OLDER = "step-00000024", "step-00000020"
 

@@ -17,8 +17,7 @@ from helpers.runs import start_line, status, write_run
 from hypothesis import strategies as st
 
 from llmtrain.agreement import Alone, failure
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import write
+from llmtrain.checkpoint import format as form, write
 from llmtrain.types import Piece, Ranks, Spec, TensorSpec, Vote
 
 T = TypeVar("T")

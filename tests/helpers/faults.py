@@ -29,8 +29,7 @@ from typing import Any
 from helpers import tiny
 from helpers.ranks import PATIENCE_SECONDS, Ranks, Server, until
 
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read
+from llmtrain.checkpoint import format as form, read
 from llmtrain.rundir.lock import RunLock
 
 STEPS = 24

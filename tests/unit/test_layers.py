@@ -252,7 +252,7 @@ def test_few_signatures_say_that_anything_goes():
 
 
 def test_few_private_functions_are_used_once():
-    """Nine in 1,000 lines of code; most are steps that are too long to stand where they are used."""
+    """Nine in 1,000 lines of code; most are steps too long to stand where they are used."""
     defined, used = defaultdict(int), Counter()
     for _, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.Name, ast.Attribute):
         match node:

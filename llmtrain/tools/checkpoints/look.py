@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llmtrain.checkpoint import candidates, read
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format as form, read
 from llmtrain.checkpoint.candidates import COMPLETE, kind_of
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import CheckpointConfig

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmtrain.checkpoint import candidates
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format as form
 from llmtrain.checkpoint.candidates import COMPLETE
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.rundir.lock import RunLock

@@ -26,8 +26,7 @@ from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState
-from llmtrain.data.stream import Stream
-from llmtrain.data.stream import open_stream as open_blocks
+from llmtrain.data.stream import Stream, open_stream as open_blocks
 from llmtrain.data.survey import check
 from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer

@@ -32,8 +32,7 @@ from llmtrain.data.survey import changed_files, differing_tokenizer
 from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.rundir import contents
-from llmtrain.rundir import record as jsonl
+from llmtrain.rundir import contents, record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import scratch_copy
 from llmtrain.types import JsonMapping, JsonObject

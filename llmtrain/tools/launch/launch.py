@@ -97,15 +97,13 @@ def launch(
             remedy = "leave --accelerate and --processes out"
             raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
     raise_any(launcher_problems(env), "the launch")
-    wrong: list[Problem] = []
     if accelerate_file is None:
-        file = _of_this_machine(processes or 1, env)
+        file, wrong = _of_this_machine(processes or 1, env), list[Problem]()
     else:
         file, wrong = parse_launch_file(accelerate_file, processes)
+    rules = [lambda: wrong, *_rules(config_file, file, env)]
     try:
-        config = load_config(
-            config_file, overrides, [lambda: wrong, *_rules(config_file, file, env)]
-        )
+        config = load_config(config_file, overrides, rules)
     except UserError as error:
         where = f"{config_file} and {accelerate_file}" if accelerate_file else error.where
         raise UserError(*error.problems, where=where) from None

@@ -27,8 +27,7 @@ from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.model import attention, build, untrusted
-from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model import attention, build, tokenizer as tokenizers, untrusted
 from llmtrain.model.base import CONFIG, Base, check_code
 from llmtrain.model.tokenizer import grow, rows_for, set_rows
 from llmtrain.model.trainable import BASE_FILE, CONFIG_FILE, hold_base

@@ -22,8 +22,7 @@ from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import attention
-from llmtrain.model import tokenizer as tokenizers
+from llmtrain.model import attention, tokenizer as tokenizers
 from llmtrain.model.attention import (
     document_tensors,
     kernels,

@@ -28,15 +28,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint import candidates
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format as form
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import tokenizer as tokenizers
-from llmtrain.model import trainable
+from llmtrain.model import tokenizer as tokenizers, trainable
 from llmtrain.model.base import Base
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import FrozenChoices, read_status

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from llmtrain.checkpoint import files
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import files, format as form
 from llmtrain.config import schema, secrets
 from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.checks import Rule, check_batch
@@ -31,8 +30,7 @@ from llmtrain.distributed.launch.named import number
 from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import untrusted
-from llmtrain.rundir import contents, failures
-from llmtrain.rundir import record as jsonl
+from llmtrain.rundir import contents, failures, record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import kept_status, read_status, start_status
 from llmtrain.types import JsonObject

@@ -34,8 +34,7 @@ import torch
 from torch.nn import functional as F
 
 from llmtrain.agreement import agreed, from_rank_zero
-from llmtrain.checkpoint import candidates, read
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format as form, read
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config import schema
 from llmtrain.config.binding import way_out
@@ -44,8 +43,7 @@ from llmtrain.data.sources.local import edges_digest
 from llmtrain.distributed.engines.accelerator import Launched, on_cpu
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.model import attention, trainable, untrusted
-from llmtrain.model import compile as compiling
+from llmtrain.model import attention, compile as compiling, trainable, untrusted
 from llmtrain.model.base import CONFIG, KEY, Base, check_code, pin
 from llmtrain.model.loss import Head
 from llmtrain.model.tokenizer import new_entries, special_tokens, token_ids

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from llmtrain.config.binding import changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
-from llmtrain.data import manifest as manifests
-from llmtrain.data import survey
+from llmtrain.data import manifest as manifests, survey
 from llmtrain.data.audit import first_rows
 from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text

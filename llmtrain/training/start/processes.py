@@ -17,8 +17,7 @@ from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, gathered, on_rank_zero
 from llmtrain.config.binding import Bound
 from llmtrain.config.schema import Config
-from llmtrain.distributed.engines import accelerator as launching
-from llmtrain.distributed.engines import zero
+from llmtrain.distributed.engines import accelerator as launching, zero
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family, verify_launch
 from llmtrain.distributed.launch.rendezvous import meet

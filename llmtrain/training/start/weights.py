@@ -25,8 +25,7 @@ from llmtrain.checkpoint.files import check_room
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import DataManifest
-from llmtrain.distributed.engines import fsdp
-from llmtrain.distributed.engines import state as tensors
+from llmtrain.distributed.engines import fsdp, state as tensors
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, shape

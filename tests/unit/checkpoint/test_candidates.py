@@ -10,8 +10,7 @@ from helpers.checkpoints import RUN, on_ranks, save
 from helpers.damage import flip, sign
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import candidates, format, read
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format, format as form, read
 from llmtrain.checkpoint.files import Patience, StoppedError
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import RunError, UserError

@@ -9,8 +9,7 @@ import pytest
 import torch
 from helpers.checkpoints import RUN, SPEC, divided, on_ranks, save, tensors, whole
 from helpers.rings import dear
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llmtrain.checkpoint import files, read, write
 from llmtrain.config.schema import CheckpointConfig

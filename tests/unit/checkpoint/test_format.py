@@ -3,8 +3,7 @@ import json
 import pytest
 import torch
 from helpers.checkpoints import SPEC, tensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load, save
 from xxhash import xxh3_128_hexdigest
 

@@ -15,8 +15,7 @@ from helpers.checkpoints import RUN, SPEC, on_ranks, save, tensors, whole
 from helpers.damage import flip, sign
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import format, read
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import format, format as form, read
 from llmtrain.checkpoint.files import Patience
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Piece, TensorSpec

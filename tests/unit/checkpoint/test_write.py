@@ -28,9 +28,7 @@ from safetensors.torch import load_file
 
 from llmtrain import faults, system
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import files as disk
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read, write
+from llmtrain.checkpoint import files as disk, format as form, read, write
 from llmtrain.types import Piece, TensorSpec
 
 MODEL = "model.safetensors"

@@ -201,8 +201,7 @@ def test_several_runs_are_compared_only_where_a_file_is_named(tmp_path, capsys):
 
 
 def test_the_last_words_and_the_code_of_a_launched_run_are_passed_on(tmp_path, monkeypatch, capsys):
-    from llmtrain.tools.launch import child
-    from llmtrain.tools.launch import launch as tools
+    from llmtrain.tools.launch import child, launch as tools
 
     seen = []
 

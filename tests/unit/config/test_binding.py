@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 from helpers.config import loaded
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llmtrain.config.binding import (
     bind,

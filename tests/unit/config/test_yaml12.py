@@ -2,8 +2,7 @@ import math
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from llmtrain.config.yaml12 import parse, write
 

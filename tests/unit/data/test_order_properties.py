@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from helpers import corpus, reference_stream
 from helpers.rings import dear
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from llmtrain.data import stream
 from llmtrain.data.batches import batch_of

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers import corpus
 from helpers.streams import Run
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer as Plain
 
 from llmtrain.config.binding import data_settings

@@ -20,8 +20,7 @@ import torch
 import xxhash
 from helpers import corpus, reference_stream, vocabularies
 from helpers.rings import dear
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import llmtrain.data.sample
 from llmtrain.data.documents.reader import Reader, Reading

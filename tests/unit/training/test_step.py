@@ -18,8 +18,7 @@ import llmtrain
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines import engine
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
-from llmtrain.training import loop
-from llmtrain.training import stop as requests
+from llmtrain.training import loop, stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
 from llmtrain.training.step import host_part, seed_generators

@@ -16,9 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmtrain import system
-from llmtrain.checkpoint import files as disk
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read
+from llmtrain.checkpoint import files as disk, format as form, read
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, needed_on_disk, raise_any

@@ -9,8 +9,12 @@ from helpers.turns import DEEPSEEK_V3, GEMMA_4, GLM, GPT_OSS, ROW, by_hand, fami
 
 from llmtrain.data.chat.rows import BadRowError, Example, to_example
 from llmtrain.data.manifest import ChatFacts
-from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, differing_chat
-from llmtrain.data.tokens.encode import open_chat as open_as_stored
+from llmtrain.data.tokens.encode import (
+    DocumentEncoder,
+    chat_facts,
+    differing_chat,
+    open_chat as open_as_stored,
+)
 from llmtrain.errors import UserError
 
 CHATML = (

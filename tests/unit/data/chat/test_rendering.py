@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from helpers.chats import DEFAULTS, make, open_chat, talk
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llmtrain.data.chat import rendering
 from llmtrain.data.chat.rendering import Text

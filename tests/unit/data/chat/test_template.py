@@ -12,8 +12,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from llmtrain.data.chat.rows import BadRowError, to_example
 from llmtrain.data.chat.template import NAMED, _sandbox, named_template, open_template
 from llmtrain.data.manifest import ChatFacts
-from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, differing_chat
-from llmtrain.data.tokens.encode import open_chat as open_as_stored
+from llmtrain.data.tokens.encode import (
+    DocumentEncoder,
+    chat_facts,
+    differing_chat,
+    open_chat as open_as_stored,
+)
 from llmtrain.errors import UserError
 
 DATE = DEFAULTS.date

@@ -5,8 +5,7 @@ import pytest
 import torch
 from helpers.checkpoints import RUN, save
 from helpers.rings import needs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 

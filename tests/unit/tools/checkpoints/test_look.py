@@ -10,8 +10,7 @@ from helpers.ranks import ROOT
 from helpers.runs import start_line, status, write_run
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint import read
+from llmtrain.checkpoint import format as form, read
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints import look as module

@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 from helpers.checkpoints import RUN, flip, save, saved_run
 
-from llmtrain.checkpoint import candidates
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import candidates, format as form
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir.lock import Holder, RunLock, boot_id

@@ -19,8 +19,7 @@ from llmtrain import evaluate
 from llmtrain.data import heldout
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents
-from llmtrain.tools.use import evaluate as module
-from llmtrain.tools.use import packed
+from llmtrain.tools.use import evaluate as module, packed
 from llmtrain.tools.use.evaluate import documents_of, windows
 from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import Target

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llmtrain import generate
 from llmtrain.errors import UserError
 from llmtrain.rundir import contents
-from llmtrain.tools.use import generate as writer
-from llmtrain.tools.use import prompts as tool
+from llmtrain.tools.use import generate as writer, prompts as tool
 from llmtrain.tools.use.generate import Sampling, complete
 from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import Target

@@ -19,8 +19,7 @@ from llmtrain.errors import RunError
 from llmtrain.metrics import memory
 from llmtrain.report.collect import collect
 from llmtrain.rundir import record as jsonl
-from llmtrain.rundir.lock import RunLock
-from llmtrain.rundir.lock import read as read_lock
+from llmtrain.rundir.lock import RunLock, read as read_lock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import start_status
 from llmtrain.training.run.due import Due

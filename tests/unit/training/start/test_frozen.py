@@ -26,9 +26,7 @@ from llmtrain.config.schema import ModelConfig, TrainingConfig
 from llmtrain.data.chat.template import NAMED, template_text
 from llmtrain.distributed.engines import state
 from llmtrain.errors import RunError, UserError
-from llmtrain.model import build as building
-from llmtrain.model import compile as compiling
-from llmtrain.model import trainable
+from llmtrain.model import build as building, compile as compiling, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.loss import Head
 from llmtrain.model.tokenizer import add_template, save_tokenizer, special_tokens, token_ids
