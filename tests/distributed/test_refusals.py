@@ -1,6 +1,5 @@
 """Bad input, through the command: exit code 2, one message, no traceback, nothing lost."""
 
-import copy
 import json
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 from helpers.chats import rows_of
 from helpers.corpus import write_jsonl
 from helpers.rings import needs
-from helpers.tiny import lines, status, tiny_config, weights, write_config
+from helpers.tiny import lines, status, tiny_config, write_config
 from safetensors.torch import save_file
 
 from llmtrain.report import verdict
@@ -182,24 +181,6 @@ def test_bad_input_is_one_message_and_exit_code_2(server, tmp_path, case):
         assert word in said, said
 
 
-def test_a_field_of_the_model_is_named_beside_a_missing_tokenizer(server, tmp_path):
-    config = tiny_config(tmp_path / "run", model__tokenizer="./nowhere")
-    config["model"]["config"]["hidden_sizes"] = 1
-    said = refused(server, tmp_path, config)
-    for word in ("2 problems", "model.tokenizer = ./nowhere", "model.config.hidden_sizes = 1"):
-        assert word in said
-    assert "did you mean hidden_size?" in said
-
-
-def test_all_mistakes_come_at_once(server, tmp_path):
-    config = tiny_config(tmp_path / "run")
-    config["training"]["lerning_rate"] = 1
-    config["data"]["seq_len"] = "long"
-    said = refused(server, tmp_path, config, "optimizer.betas=[2,3]")
-    for word in ("training.lerning_rate", "data.seq_len", "optimizer.betas"):
-        assert word in said
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_that_cannot_hide_documents_is_refused_where_they_must_be(
     server, tmp_path, world_size
@@ -225,29 +206,22 @@ def trained(server, tmp_path):
     return config, tmp_path / "run"
 
 
-def test_a_directory_of_another_config_is_refused_and_left_as_it_is(server, tmp_path, trained):
-    config, run_dir = trained
-    before, told = weights(run_dir, 4), status(run_dir)
-    other = copy.deepcopy(config)
-    other["run"]["seed"] = 7
-    other["optimizer"]["learning_rate"] = 1e-4
-    said = refused(server, tmp_path, other)
-    for word in ("run.seed = 7", "42", "optimizer.learning_rate", "run.dir"):
-        assert word in said
-    assert weights(run_dir, 4) == before
-    assert status(run_dir) == told
-    assert "run.seed = 7" in lines(run_dir, "event")[-1]["detail"]["reason"]
-
-
 @pytest.mark.parametrize(
-    "more", ["training.steps=3", "checkpoint.resume=step-00000099", "data.sources.0.path=gone.txt"]
+    ("more", "words"),
+    [
+        ("training.steps=3", "at least 4"),
+        ("checkpoint.resume=step-00000099", "step-00000099"),
+        ("data.sources.0.path=gone.txt", "gone.txt"),
+        ("run.seed=7", "42"),
+    ],
 )
-def test_a_refused_start_leaves_a_finished_run_as_it_was(server, tmp_path, trained, more):
+def test_a_refused_start_leaves_a_finished_run_as_it_was(server, tmp_path, trained, more, words):
     config, run_dir = trained
     told, shown = (run_dir / "status.json").read_bytes(), repr(open_run(run_dir))
     seen, record = Watcher(run_dir).look(), (run_dir / "metrics.jsonl").read_bytes()
     figures = verdict.figures(collect(run_dir))
     said = refused(server, tmp_path, config, more)
+    assert words in said
     assert (run_dir / "status.json").read_bytes() == told
     added = (run_dir / "metrics.jsonl").read_bytes().removeprefix(record)
     (event,) = map(json.loads, added.splitlines())
@@ -312,34 +286,6 @@ def test_a_unit_that_breaks_under_way_ends_all_ranks_with_its_name(server, tmp_p
     found = status(tmp_path / "run")
     assert (found["state"], found["exit_code"]) == ("failed", 2)
     assert "data.parquet" in found["reason"]
-
-
-def test_after_a_refusal_the_corrected_command_runs_in_the_same_directory(server, tmp_path):
-    config = tiny_config(tmp_path / "run", training__steps=2)
-    config["model"]["config"]["vocab_size"] = 100
-    refused(server, tmp_path, config)
-    del config["model"]["config"]["vocab_size"]
-    config["data"]["seq_len"] = 16
-    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
-    assert status(tmp_path / "run")["state"] == "finished"
-
-
-def test_a_lost_status_file_resumes_from_the_checkpoints_that_are_there(server, tmp_path, trained):
-    config, run_dir = trained
-    run_id = status(run_dir)["run_id"]
-    (run_dir / "status.json").unlink()
-    config["training"]["steps"] = 6
-    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
-    assert lines(run_dir, "start")[-1]["resumed_from"] == "step-00000004"
-    assert status(run_dir)["run_id"] == run_id
-
-
-def test_fewer_steps_than_were_made_are_refused(server, tmp_path, trained):
-    config, _ = trained
-    config["training"]["steps"] = 3
-    said = refused(server, tmp_path, config)
-    assert "training.steps = 3" in said
-    assert "at least 4" in said
 
 
 def test_a_checkpoint_of_another_config_is_refused_without_the_runs_config_file(

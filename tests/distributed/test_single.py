@@ -1,7 +1,6 @@
 """Models whose packed documents cannot be hidden from each other, tuned on conversations."""
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -9,12 +8,19 @@ import torch
 import transformers
 from helpers import chats, corpus
 from helpers.bases import small_fields
-from helpers.tiny import lines, tiny_config, weights, write_config
+from helpers.tiny import (
+    STEPS,
+    lines,
+    optimizer_by_hand,
+    rate_by_hand,
+    tiny_config,
+    weights,
+    write_config,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmtrain
 
-STEPS = 20
 SMALL = small_fields(32, 2, 4)
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 DELTA = {
@@ -102,18 +108,12 @@ def by_hand(path, run_dir):
     config = AutoConfig.from_pretrained(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     torch.manual_seed(42)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    embeddings = {
-        id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
-    }
-    decayed = [p for p in model.parameters() if p.ndim > 1 and id(p) not in embeddings]
-    others = [p for p in model.parameters() if p.ndim < 2 or id(p) in embeddings]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
+    optimizer = optimizer_by_hand(model)
     losses = []
     with llmtrain.open_stream(llmtrain.load_config(path)) as stream:
         for step in range(1, STEPS + 1):
             for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * factor(step)
+                group["lr"] = rate_by_hand(step)
             batch, total = next(stream), 0.0
             for ids, labels in zip(batch.ids, batch.labels, strict=True):
                 trained = torch.from_numpy(labels)
@@ -128,12 +128,6 @@ def by_hand(path, run_dir):
             optimizer.zero_grad()
             losses.append(total / batch.trained_tokens)
     return losses
-
-
-def factor(step):
-    if step <= 5:
-        return step / 5
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / (STEPS - 5))) / 2
 
 
 # Two of them in each full run of the tests, and all in the longer sweep.

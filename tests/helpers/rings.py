@@ -90,9 +90,9 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_processes_that_each_think_they_are_alone_are_refused_in_each_of_them",
         "distributed/test_other_launchers.py::"
         "test_a_rank_of_a_wrong_launch_ends_with_one_message[FSDP asked, DDP wanted]",
-        "distributed/test_refusals.py::test_all_mistakes_come_at_once",
+        "distributed/test_refusals.py::test_bad_input_is_one_message_and_exit_code_2[unknown key]",
         "distributed/test_refusals.py::"
-        "test_a_directory_of_another_config_is_refused_and_left_as_it_is",
+        "test_a_refused_start_leaves_a_finished_run_as_it_was[run.seed=7-42]",
     ),
     "which documents a step trained": (
         "distributed/test_which.py::test_every_step_is_found_whatever_start_made_it[6]",

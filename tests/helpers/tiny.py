@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from llmtrain.rundir import record
+
+STEPS = 20
 
 
 def tiny_config(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -28,7 +31,7 @@ def tiny_config(run_dir: Path, **changes: Any) -> dict[str, Any]:
         },
         "data": {"sources": [{"path": "sample"}], "seq_len": 32},
         "training": {
-            "steps": 20,
+            "steps": STEPS,
             "global_batch_size": 24,
             "micro_batch_size": 2,
             "precision": "fp32",
@@ -69,3 +72,24 @@ def weights(run_dir: Path, step: int) -> dict[str, bytes]:
     """The bytes of the weight and optimizer files of a checkpoint."""
     directory = run_dir / "checkpoints" / f"step-{step:08d}"
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+def optimizer_by_hand(model: Any) -> Any:
+    """What this config means, by PyTorch alone: embeddings, gains and biases do not decay."""
+    import torch
+
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    spared = {id(p) for one in tables for p in one.parameters()}
+    spared |= {id(p) for p in model.parameters() if p.ndim < 2}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if id(p) not in spared], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if id(p) in spared], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
+
+
+def rate_by_hand(step: int) -> float:
+    """The learning rate of a step of this config."""
+    if step <= 5:
+        return 2e-3 * step / 5
+    return 2e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / (STEPS - 5))) / 2)

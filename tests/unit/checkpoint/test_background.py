@@ -119,8 +119,7 @@ def test_memory_that_is_refused_is_a_failed_vote(tmp_path, monkeypatch, caplog, 
     writer.wait_snapshot()
     error, extents = writer.finish()
     assert isinstance(error, MemoryError)
-    outcome = write.commit(begun, extents, error, Alone())
-    assert outcome.failures[0].text == "no memory"
+    assert write.commit(begun, extents, error, Alone()).failures[0].text == "no memory"
 
 
 def test_pieces_that_are_cut_over_buffers_make_the_same_file(tmp_path, monkeypatch):

@@ -315,12 +315,6 @@ def test_the_best_by_held_out_loss_stay(tmp_path):
     assert steps(tmp_path) == [4, 8, 12, 14]
 
 
-def test_of_two_with_one_evaluation_the_older_is_the_best(tmp_path):
-    filled(tmp_path, {2: 1.0, 4: 1.0, 6: 2.0, 8: 2.0})
-    candidates.prune(tmp_path, keeping(2, 0, 1), RUN, None)
-    assert steps(tmp_path) == [2, 6, 8]
-
-
 def test_the_one_resumed_from_stays_until_two_newer_are_there(tmp_path):
     filled(tmp_path, dict.fromkeys([2, 4, 6]))
     for lost in (4, 6):  # an older one was chosen, newer ones are gone

@@ -107,8 +107,7 @@ def test_no_extent_is_longer_than_64_mib(tmp_path, monkeypatch):
 
 def test_a_link_that_leads_nowhere_has_a_checkpoints_name_too(tmp_path):
     (tmp_path / "step-00000300").symlink_to("nowhere")
-    failed = save(tmp_path, 300)
-    assert "it is not overwritten" in failed.failures[0].text
+    assert "it is not overwritten" in save(tmp_path, 300).failures[0].text
     assert (tmp_path / "step-00000300").is_symlink()
 
 
@@ -165,8 +164,7 @@ def test_a_step_that_is_there_is_not_written_over(tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.json", MODEL, "../x", "/x"])
 def test_a_small_file_must_have_a_name_of_its_own(tmp_path, name):
-    outcome = save(tmp_path, 4, small={name: b""})
-    assert outcome.failures[0].kind == "ValueError"
+    assert save(tmp_path, 4, small={name: b""}).failures[0].kind == "ValueError"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -302,8 +302,7 @@ def test_a_config_knows_who_set_each_key_and_is_equal_whoever_did(tmp_path):
     assert "training.precision" not in given.origins
     plain = loaded(tmp_path)
     assert plain.origins["training.steps"] == "file"
-    same = loaded(tmp_path, "training.steps=10")
-    assert same == plain
+    assert loaded(tmp_path, "training.steps=10") == plain
 
 
 def test_overrides_may_be_values_by_key(tmp_path):
@@ -369,8 +368,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_every_config_in_the_repository_is_valid(path):
-    config = load_config(path)
-    assert config.run.dir == f"runs/{path.stem}"
+    assert load_config(path).run.dir == f"runs/{path.stem}"
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
@@ -505,5 +503,4 @@ def test_nor_is_it_beside_another_refusal(tmp_path, first, choice):
 
 
 def test_there_is_a_case_of_each_kind():
-    keys = set(itertools.chain.from_iterable(BAD.values()))
-    assert len(keys) > 30
+    assert len(set(itertools.chain.from_iterable(BAD.values()))) > 30

@@ -118,8 +118,7 @@ def test_sources_take_turns_until_there_are_enough(place, tmp_path):
     manifest, tokenizer, held = prepared(place, tmp_path, limit=5)
     one, two = texts_of(manifest)
     expected = [one[0], two[0], one[1], two[1], one[2]]
-    found = tokenizer.decode(held.ids).split("<|endoftext|>")[1:-1]
-    assert found == expected
+    assert tokenizer.decode(held.ids).split("<|endoftext|>")[1:-1] == expected
 
 
 def test_a_begin_token_takes_the_place_of_the_first_end_of_text(place, tmp_path):

@@ -298,6 +298,5 @@ def test_packed_windows_are_gone_on_with_where_a_kill_cut_them(straight_packed):
     inside = [s for s, state in enumerate(run.states[:-2]) if (state.cursors[:, 0, 3] > 0).any()]
     assert len(inside) > 20
     for step in inside:
-        again = run.resumed(step).start(1 + step % 4, 2, lost=1)
-        assert again.rows == run.after(step, 2)
+        assert run.resumed(step).start(1 + step % 4, 2, lost=1).rows == run.after(step, 2)
     assert len({row.labels.count(-100) for row in run.rows}) > 3  # borders and padding, too

@@ -69,8 +69,7 @@ def test_lanes_follow_the_data_and_only_then_the_processes(place, processes, lan
 
 def test_many_units_get_48_lanes(tmp_path):
     corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(800), group=1)
-    found = survey(data_settings(corpus.config(tmp_path / "a.parquet")), 1)
-    assert found.lanes == 48
+    assert survey(data_settings(corpus.config(tmp_path / "a.parquet")), 1).lanes == 48
 
 
 def test_tokenizer_texts_are_training_documents_of_all_sources_in_turn(place):
@@ -281,8 +280,7 @@ def test_the_built_in_sample_is_a_source_like_any_other():
     (source,) = found.sources
     assert (source.label, source.id_column, found.lanes) == ("sample", "id", 24)
     assert len(source.units) >= 4 * found.lanes
-    texts = list(training_texts(found, 1 << 30))
-    assert len(texts) > 1000
+    assert len(list(training_texts(found, 1 << 30))) > 1000
 
 
 def test_two_sources_may_take_other_columns_of_one_file(tmp_path):

@@ -451,26 +451,6 @@ def test_half_precision_on_a_gpu_goes_to_it(monkeypatch):
         assert (out.shape, out.device.type, out.dtype) == ((2, 16, 4, 8), "cuda", torch.bfloat16)
 
 
-def block_diagonal(starts):
-    """(B, 1, T, T): whether a position sees another, which is earlier in the same document."""
-    seen = torch.zeros(len(starts), 1, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
-    for row, part in documents(starts):
-        size = part.stop - part.start
-        seen[row, 0, part, part] = torch.ones(size, size, dtype=torch.bool).tril()
-    return seen
-
-
-@pytest.mark.parametrize("kind", ["llama", "llama-gqa", "qwen3", "gpt2"])
-def test_hidden_documents_are_a_block_diagonal_mask(kind, ids):
-    """The mask of transformers' own attention is ours to give, and has nothing of our code."""
-    model = build(kind, "sdpa")
-    positions = hidden(model)["position_ids"]
-    mask = block_diagonal(STARTS)
-    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    assert install(model, SEQ_LEN) == NAME
-    assert torch.allclose(logits(model, ids, STARTS), expected, rtol=0, atol=2e-6)
-
-
 class Operations(TorchDispatchMode):
     """The names of all operations that run in the context."""
 

@@ -199,8 +199,7 @@ def test_a_directory_of_too_many_files_is_none(base, monkeypatch):
 def test_every_problem_is_told_at_once(base):
     (base / "config.json").write_text("{")
     (base / "model.safetensors").write_bytes(b"\0" * 10)
-    said = refusal(base)
-    assert said.startswith("2 problems")
+    assert refusal(base).startswith("2 problems")
 
 
 @pytest.mark.parametrize("body", ["[1, 2]", '"x"', "{", "null"])

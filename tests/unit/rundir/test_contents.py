@@ -173,8 +173,7 @@ def test_a_file_system_that_shows_new_files_late_is_waited_for(tmp_path):
         if len(waited) == 3:
             late.symlink_to(shared)
 
-    errors = on_ranks(2, lambda ranks: check(ranks, [shared, late], wait))
-    assert errors == [None, None]
+    assert on_ranks(2, lambda ranks: check(ranks, [shared, late], wait)) == [None, None]
     assert len(waited) == 3
 
 

@@ -171,8 +171,7 @@ def test_a_record_that_was_deleted_begins_again_with_the_line_of_this_start(tmp_
         assert lines.begin_again()
         assert not lines.begin_again()
         lines.write("train", 3, loss=1.0)
-    found = path.read_text().splitlines()
-    assert found[0] == before[0]
+    assert path.read_text().splitlines()[0] == before[0]
     assert [line["step"] for line in read(path)] == [0, 3]
 
 

@@ -120,8 +120,7 @@ def test_a_control_token_that_the_model_makes_of_text_is_cut_in_two(tmp_path):
     source = vocabularies.word_pieces(tmp_path / "unigram", "unigram")
     encoder = open_encoder(source)
     assert 2 in encoder.encode("a</s>b").ids
-    ids = encoder.encode("a\U000f0000</s>\U000f0001b").ids
-    assert 2 not in ids
+    assert 2 not in encoder.encode("a\U000f0000</s>\U000f0001b").ids
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
@@ -186,8 +185,7 @@ def count(ids, directory, token):
 
 def test_the_longest_word_at_the_leftmost_place_is_found():
     words = dict.fromkeys(["<a", "<a>", "<a><b>", "<b>", "b", "(", "\n"], "")
-    pattern = longest(words)
-    assert pattern.findall("<a><b> <a><c> <ab(") == ["<a><b>", "<a>", "<a", "b", "("]
+    assert longest(words).findall("<a><b> <a><c> <ab(") == ["<a><b>", "<a>", "<a", "b", "("]
     assert longest({"<a>": r"\s*", "<ab>": ""}).findall("<a> \n<ab> <a>") == [
         "<a> \n",
         "<ab>",

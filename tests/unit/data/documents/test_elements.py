@@ -100,8 +100,7 @@ def test_rows_of_csv_are_those_of_the_csv_module_wherever_they_are_cut(rows, del
     objects = [json.loads(one) for _, one in csv_objects(found[1:], header)]
     assert objects == [{"x": x or None, "y": y or None} for x, y in rows]
     for at, cells in found:  # from any row on, the rest is read as it is
-        rest = csv_rows(io.BytesIO(data[at:]), name, name, at)
-        assert next(rest) == (at, cells)
+        assert next(csv_rows(io.BytesIO(data[at:]), name, name, at)) == (at, cells)
 
 
 @pytest.mark.parametrize(

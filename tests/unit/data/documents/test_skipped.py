@@ -198,8 +198,7 @@ def test_a_replay_leaves_out_the_same_though_the_error_has_passed(
     path.write_bytes(whole)
     again = take(manifest, tokenizer_dir, run_dir, 960, world_size=world_size, workers=workers)
     assert again == first
-    clean = take(manifest, tokenizer_dir, tmp_path, 960)
-    assert clean != first
+    assert take(manifest, tokenizer_dir, tmp_path, 960) != first
 
 
 def test_what_was_skipped_stays_out_when_errors_count_again(tmp_path, tokenizer_dir):

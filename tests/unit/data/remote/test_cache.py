@@ -101,8 +101,7 @@ def test_a_disk_that_cannot_be_written_is_said_once_and_survived(tmp_path, caplo
 
 def test_an_answer_is_kept_by_everything_that_was_asked(tmp_path):
     one = answer_path(tmp_path, ["http://hub", "a/b", None, "train", None])
-    other = answer_path(tmp_path, ["http://hub", "a/b", None, "train", "v2"])
-    assert one != other
+    assert one != answer_path(tmp_path, ["http://hub", "a/b", None, "train", "v2"])
     assert load_answer(one) is None
     store_answer(one, {"root": "r"})
     assert load_answer(one) == {"root": "r"}

@@ -135,8 +135,7 @@ def test_two_patterns_are_an_obstacle(small):
 
 
 def test_the_same_ids_as_the_library_on_awkward_texts(convertible):
-    found = description(convertible)
-    assert list(obstacles(found)) == []
+    assert list(obstacles(description(convertible))) == []
     converted = converted_once(convertible)
     for text in PROBES:
         assert converted.encode_part(text).tolist() == library_ids(convertible, text), repr(text)

@@ -157,8 +157,7 @@ def test_a_long_document_in_a_batch_is_its_parts_joined(small, backend, monkeypa
 
 def test_parts_of_a_long_document_begin_with_no_mark_of_their_own(marked, monkeypatch):
     monkeypatch.setattr("llmtrain.data.tokens.tokenizer.PART_CHARACTERS", 50)
-    tokenizer = open_tokenizer(marked)
-    assert tokenizer.encode(PROSE).tolist() == library_ids(marked, PROSE)
+    assert open_tokenizer(marked).encode(PROSE).tolist() == library_ids(marked, PROSE)
 
 
 def test_long_texts_are_cut_where_a_word_begins():

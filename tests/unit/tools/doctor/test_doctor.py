@@ -44,8 +44,7 @@ def launch_file(folder, text):
 
 
 def test_without_a_config_the_machine_alone_is_looked_at():
-    checks = looked()
-    assert list(checks) == [name for name in module.OF_MACHINE if name not in SLOW]
+    assert list(looked()) == [name for name in module.OF_MACHINE if name not in SLOW]
 
 
 @pytest.mark.launches

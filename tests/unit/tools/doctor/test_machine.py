@@ -299,8 +299,7 @@ def test_a_build_that_goes_on_holds_its_lock(tmp_path):
     (tmp_path / "cpu_adam").mkdir()
     baton = FileBaton(str(tmp_path / "cpu_adam" / "lock"))
     assert baton.try_acquire()
-    looked = machine.extensions(case(env=env))
-    assert looked.state == "ok"
+    assert machine.extensions(case(env=env)).state == "ok"
     os.close(baton.fd)  # as a kill would: the file stays, nobody has it open
     assert machine.extensions(case(env=env)).state == "warning"
 

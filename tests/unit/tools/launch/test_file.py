@@ -84,8 +84,7 @@ def test_accelerate_reads_the_files_alike():
 
     for path in FILES.glob("*.yaml"):
         ours, theirs = read_launch_file(path, None), load_config_from_file(str(path))
-        kind = ours.values["distributed_type"]
-        assert theirs.distributed_type.value == kind
+        assert theirs.distributed_type.value == ours.values["distributed_type"]
         assert theirs.num_processes == ours.processes
         assert theirs.num_machines == ours.machines
         assert theirs.mixed_precision == ours.values["mixed_precision"]

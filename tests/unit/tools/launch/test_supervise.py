@@ -79,8 +79,7 @@ def test_no_wait_is_longer_than_the_longest():
 
 
 def test_a_run_that_stopped_for_its_launcher_goes_on():
-    found = decide(LOST, Tries(), WAITS, progress=True, stopped=False)
-    assert found.restart
+    assert decide(LOST, Tries(), WAITS, progress=True, stopped=False).restart
     ended = decide(LOST, Tries(2, 2), WAITS, progress=False, stopped=False)
     assert (ended.restart, ended.code) == (False, 75)  # nobody wanted this stop
 

@@ -108,8 +108,7 @@ def test_a_loss_that_stays_high_is_one_spike_and_one_that_comes_back_another():
 
 
 def test_spikes_do_not_hide_the_next_one():
-    found = spikes([*NOISE, *([9.0, *NOISE[:4]] * 8), 9.0])
-    assert len(found) == 9
+    assert len(spikes([*NOISE, *([9.0, *NOISE[:4]] * 8), 9.0])) == 9
 
 
 def test_a_loss_that_never_moved_has_no_spike_at_the_first_tiny_change():

@@ -358,8 +358,7 @@ def test_what_a_killed_export_left_is_made_again(run, tmp_path):
     left.mkdir()
     (left / "model.safetensors").write_text("half")
     (left / "other").write_text("")
-    found = export(run, tmp_path / "out", verify=False)
-    assert "other" not in found.files
+    assert "other" not in export(run, tmp_path / "out", verify=False).files
     assert not left.exists()
 
 
@@ -409,8 +408,7 @@ def test_the_card_names_data_and_losses_and_no_directory_of_this_machine(run, tm
 
     export(run, tmp_path / "out", verify=False)
     text = (tmp_path / "out" / "README.md").read_text()
-    card = ModelCard(text)
-    assert card.data.library_name == "transformers"
+    assert ModelCard(text).data.library_name == "transformers"
     assert "| data | articles.parquet |" in text
     assert "| step | 4 |" in text
     assert "| held-out loss (step 4) | 2.0000 |" in text
