@@ -291,6 +291,39 @@ class Ranks(Protocol):
         """Return the largest number that any rank gives, on every rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The place of a process in the run, whose models are held by groups of processes.
+
+    Everything about data depends on the data rank: all processes of a group see the same blocks. So
+    that these count once, one process of the group tells what all of them have read.
+
+    data_rank, data_size: number of its group, and how many groups share the blocks of a step
+    stage: number of its part of the model's blocks
+    tensor_rank: number of its part of each matrix
+    leads: whether it tells what its group has read
+    """
+
+    world_size: int
+    data_rank: int
+    data_size: int
+    stage: int
+    tensor_rank: int
+    leads: bool
+
+
+def rank_layout(rank: int, world_size: int, tensor: int = 1, stages: int = 1) -> RankLayout:
+    """Return the place of a rank: rank = (data_rank · stages + stage) · tensor + tensor_rank.
+
+    tensor: how many processes share each matrix; they are neighbours, which exchange the most
+    stages: how many processes share the blocks of the model
+    """
+    data_rank, inside = divmod(rank, tensor * stages)
+    stage, tensor_rank = divmod(inside, tensor)
+    groups = world_size // (tensor * stages)
+    return RankLayout(world_size, data_rank, groups, stage, tensor_rank, leads=inside == 0)
+
+
 class Flags(NamedTuple):
     """A rank's values for the 0/1 slots of its `StepVector`."""
 

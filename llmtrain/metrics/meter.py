@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmtrain.types import SLOTS, STOPS, Numbers, StepVector
+from llmtrain.types import SLOTS, STOPS, Numbers, RankLayout, StepVector
 
 _LIMBS = SLOTS.index("digest_0")  # the first of four
 
@@ -47,14 +47,14 @@ class Meter:
         learning_rate: Callable[[int], float],
         roll: Callable[[int, int], int],
         *,
-        world_size: int,
+        layout: RankLayout,
         sources: Mapping[str, int],
         stream_digest: int,
     ) -> None:
         self._cuda = device.type == "cuda"
         self._labels = tuple(labels)
         self._learning_rate = learning_rate
-        self._world_size = world_size
+        self._layout = layout
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
         # Sources of an earlier start stay counted, even if the config no longer has them.
         self.sources = {**sources, **{label: sources.get(label, 0) for label in self._labels}}
@@ -140,11 +140,11 @@ class Meter:
             skipped=skipped,
             sources=dict(self.sources),
             data_failed=failed,
-            padding_only=slots["padding_only"] == self._world_size,
-            ended=slots["ended"] == self._world_size,
+            padding_only=slots["padding_only"] == self._layout.data_size,
+            ended=slots["ended"] == self._layout.data_size,
             stops=tuple(reason for reason in STOPS if slots[reason] > 0),
             save=slots["save_file"] > 0 or slots["minutes_due"] > 0,
-            written=slots["writer_ready"] + slots["writer_failed"] == self._world_size,
+            written=slots["writer_ready"] + slots["writer_failed"] == self._layout.world_size,
             router_loss=router[0] if router else None,
             real_tokens=round(slots["real_tokens"]),
         )

@@ -41,7 +41,7 @@ def evaluate(run: Run) -> Evaluation | None:
     heldout, seq_len = run.data.heldout, run.config.data.seq_len
     assert heldout is not None, "due.evaluation is false where nothing is held out"
     start = time.perf_counter()
-    ranks, size = run.ranks, run.built.micro_batch_size
+    ranks, layout, size = run.ranks, run.layout, run.built.micro_batch_size
 
     def hidden(labels: np.ndarray, starts: Sequence[np.ndarray]) -> MicroBatch:
         if run.data.manifest.hides_documents:
@@ -50,7 +50,7 @@ def evaluate(run: Run) -> Evaluation | None:
 
     scored = []
     with run.engine.evaluating():
-        rounds = rounds_of(heldout, seq_len, ranks.rank, ranks.world_size, size)
+        rounds = rounds_of(heldout, seq_len, layout.data_rank, layout.data_size, size)
         for number, blocks in enumerate(rounds, 1):
             faults.hit("eval.batch", step=run.step)
             system.beat("a batch of the evaluation", number, len(rounds))
@@ -60,7 +60,9 @@ def evaluate(run: Run) -> Evaluation | None:
                 return None
             how = (run.device, run.model, partial(shown, run), hidden)
             scored.append(score_blocks(heldout, blocks, seq_len, *how))
-    evaluation = result(sum_over_ranks(reduce(torch.add, scored)).tolist(), heldout)
+    total = reduce(torch.add, scored)
+    told = total if layout.leads else torch.zeros_like(total)
+    evaluation = result(sum_over_ranks(told).tolist(), heldout)
     return replace(evaluation, seconds=time.perf_counter() - start)
 
 

@@ -51,7 +51,7 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
     model = describe(config, hardware, config.run_dir, processes.base)
     layout = planned.layout
     micro = processes.auto.micro_batch_size or layout.micro_batch_size  # as it was found by trying
-    share = asked.global_batch_size // processes.launched.ranks.world_size
+    share = asked.global_batch_size // processes.launched.layout.data_size
     layout = replace(layout, micro_batch_size=micro, accumulation=share // micro)
     saved = model.count(
         arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def gather_parts(run: Run, step: int) -> list[JsonObject]:
-    """Gather the state of each rank at rank 0; return an empty list on the other ranks.
+    """Gather the state of each data rank at rank 0; return an empty list on the other ranks.
 
     That is its cursors and its counts of documents.
     """
@@ -37,11 +37,11 @@ def gather_parts(run: Run, step: int) -> list[JsonObject]:
         before.cursors.shape[:2],
         first_block=before.next_block,
         next_block=step * run.config.training.global_batch_size,
-        rank=run.ranks.rank,
-        world_size=run.ranks.world_size,
+        rank=run.layout.data_rank,
+        world_size=run.layout.data_size,
     )
     mine = {"cursors": cursors.tolist(), "counts": run.feed.counts}
-    return gathered(run.ranks, mine)
+    return [one for one in gathered(run.ranks, mine if run.layout.leads else None) if one]
 
 
 def data_state(run: Run, step: int, heard: list[JsonObject]) -> DataState:

@@ -19,7 +19,7 @@ from llmtrain.hashing import mix, splitmix64
 from llmtrain.model import attention
 from llmtrain.model.attention import document_tensors, needed_rows, on_device, padding_tensors
 from llmtrain.training.run.run import Run
-from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, StepVector
+from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
 
 _DRAWS = 7  # a stream of `mix`
 
@@ -27,7 +27,7 @@ _DRAWS = 7  # a stream of `mix`
 def begin(run: Run, step: int) -> None:
     """Start the clock of a step, seed its draws, keep the state to restore if its data fails."""
     faults.hit("loop.step", step=step)
-    seed_generators(run.device, run.config.run.seed, run.ranks.rank, step)
+    seed_generators(run.device, run.config.run.seed, run.layout.data_rank, step)
     run.feed.begin(step)
     run.meter.begin(step)
     run.signals.begin()
@@ -35,13 +35,13 @@ def begin(run: Run, step: int) -> None:
         run.log.profile.begin(step)
 
 
-def seed_generators(device: torch.device, seed: int, rank: int, step: int) -> None:
+def seed_generators(device: torch.device, seed: int, data_rank: int, step: int) -> None:
     """Seed dropout and whatever else draws in a step, on the host and on the device.
 
     What is drawn depends on nothing before the step, so there is no state to save, and a resumed
-    run draws what an uninterrupted one does. Ranks draw other numbers, as their blocks are others.
+    run draws what an uninterrupted one does. Data ranks draw other numbers, as for other blocks.
     """
-    key = splitmix64(_stream(seed, rank) ^ step)
+    key = splitmix64(_stream(seed, data_rank) ^ step)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from
     torch.default_generator.manual_seed(key)  # `torch.manual_seed` asks for every kind of device
@@ -50,15 +50,15 @@ def seed_generators(device: torch.device, seed: int, rank: int, step: int) -> No
 
 
 @lru_cache(1)
-def _stream(seed: int, rank: int) -> int:
-    return mix(seed, _DRAWS, rank)
+def _stream(seed: int, data_rank: int) -> int:
+    return mix(seed, _DRAWS, data_rank)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:
     """Make one optimizer update. Queues work on the device, and does not wait for this work.
 
     The gradient is that of the mean loss over all trained tokens of the step on all ranks, however
-    the blocks are distributed. DDP averages gradients over ranks, hence the factor `world_size`.
+    the blocks are distributed. DDP averages gradients over data ranks, hence the factor in `scale`.
     """
     scale = gradient_scale(run, batch)  # () on the device
     losses: list[Tensor] = []  # each () fp32
@@ -83,14 +83,15 @@ def update(run: Run, batch: Batch, factor: float) -> None:
 
 
 def gradient_scale(run: Run, batch: Batch) -> Tensor:
-    """Return ranks / the step's trained tokens on all of them: () fp32 on the device.
+    """Return data ranks / the step's trained tokens on all of them: () fp32 on the device.
 
     Tokens are added up over the ranks only where these may have different numbers of them.
     """
-    ranks, own = run.ranks.world_size, batch.trained_tokens
+    ranks, own = run.layout.data_size, batch.trained_tokens
     if ranks == 1 or run.data.manifest.always_full:
         return _scale(ranks, max(ranks * own, 1), run.device)
-    return ranks / sum_over_ranks(on_device(run.device, np.array(own, np.float32))).clamp(min=1)
+    told = np.array(own if run.layout.leads else 0, np.float32)
+    return ranks / sum_over_ranks(on_device(run.device, told)).clamp(min=1)
 
 
 @lru_cache(maxsize=1)
@@ -188,7 +189,7 @@ def step_vector(
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
     asked = flags(run, look=run.due.anything(run.step + 1))
-    said = host_part(batch, asked, run.ranks.world_size, labels, failed=failed)
+    said = host_part(batch, asked, run.layout, labels, failed=failed)
     if not engine.is_asynchronous(run.device):
         loss_sum, own = sum(loss.item() for loss in losses), squares.item()
         bad = not math.isfinite(loss_sum + own)
@@ -209,11 +210,16 @@ def _total(losses: Sequence[Tensor]) -> Tensor:
 
 
 def host_part(
-    batch: Batch, flags: Flags, world_size: int, labels: tuple[str, ...], *, failed: bool
+    batch: Batch, flags: Flags, layout: RankLayout, labels: tuple[str, ...], *, failed: bool
 ) -> list[float]:
-    """Return `SLOTS` after the first three, in their order, then each source's trained tokens."""
+    """Return `SLOTS` after the first three, in their order, then each source's trained tokens.
+
+    What all processes of a group have read alike is 0 on all but the one that tells it.
+    """
+    if not layout.leads:
+        return [failed, 0, 0, 0, 0, 0, *flags, 0, 0, 0, *(0 for _ in labels)]
     limbs = [(batch.digest >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]
-    wait, padding_only = batch.wait_seconds / world_size, not batch.sources
+    wait, padding_only = batch.wait_seconds / layout.data_size, not batch.sources
     tokens = [batch.sources.get(label, 0) for label in labels]
     whole = (padding_only, batch.ended, batch.real_tokens)
     return [failed, *limbs, wait, *flags, *whole, *tokens]

@@ -36,6 +36,7 @@ def run_of(
     manifest = SimpleNamespace(always_full=False, labels=("all",), packing="bestfit")
     return SimpleNamespace(
         ranks=launched.ranks,
+        layout=launched.layout,
         device=launched.device,
         engine=launched.engine,
         model=prepared,

@@ -44,7 +44,7 @@ from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.launch.named import is_true
 from llmtrain.distributed.launch.rendezvous import meet_again
 from llmtrain.distributed.ranks import RankGroup
-from llmtrain.types import Ranks
+from llmtrain.types import RankLayout, Ranks, rank_layout
 
 _ROWS, _WIDTH = 1024, 768  # a product as in a small model
 _FEW_ROWS = 64
@@ -106,6 +106,7 @@ class Launched:
 
     strategy: as `distributed.strategy` names it.
     ranks: the control group, which carries votes and bytes.
+    layout: the place of this process among them.
     engine: the engine of the strategy.
     sharding: the settings of FSDP2 and HSDP; None for other strategies.
     """
@@ -113,6 +114,7 @@ class Launched:
     accelerator: Accelerator
     strategy: str
     ranks: Ranks
+    layout: RankLayout
     device: torch.device
     engine: Engine
     sharding: Sharding | None = None
@@ -182,8 +184,8 @@ def make_accelerator(
     if not common["cpu"]:
         # For the products that autocast leaves in fp32. A run in fp32 is not to have TF32.
         torch.set_float32_matmul_precision("high" if precision == "bf16" else "highest")
-    sharding: Sharding | None = None
-    match family(strategy):
+    sharding, kind = None, family(strategy)
+    match kind:
         case "ddp":
             accelerator = _make_ddp(distributed.ddp, gradient_bytes, timeout, common)
         case "fsdp":
@@ -195,10 +197,10 @@ def make_accelerator(
                 accelerator = zero.make(strategy, precision, timeout, **(own | common))
             # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
             os.environ.setdefault("LOCAL_RANK", "0")
-    is_zero = family(strategy) == "zero"
-    engine = DeepSpeedEngine(accelerator) if is_zero else TorchEngine(accelerator, sharding)
+    engine = DeepSpeedEngine(accelerator) if kind == "zero" else TorchEngine(accelerator, sharding)
     ranks: Ranks = RankGroup(timeout) if accelerator.num_processes > 1 else Alone()
-    return Launched(accelerator, strategy, ranks, accelerator.device, engine, sharding)
+    place = rank_layout(ranks.rank, ranks.world_size)
+    return Launched(accelerator, strategy, ranks, place, accelerator.device, engine, sharding)
 
 
 def _make_ddp(

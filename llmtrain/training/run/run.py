@@ -40,7 +40,7 @@ from llmtrain.training.run.feed import Feed
 from llmtrain.training.run.guards import Guards
 from llmtrain.training.run.journal import Journal, RunLog
 from llmtrain.training.stop import Requests, Signals
-from llmtrain.types import Compiled, JsonObject, ModelShape, Ranks, Spec
+from llmtrain.types import Compiled, JsonObject, ModelShape, RankLayout, Ranks, Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -260,6 +260,11 @@ class Run:
     def ranks(self) -> Ranks:
         """The communication with the other processes."""
         return self.processes.launched.ranks
+
+    @property
+    def layout(self) -> RankLayout:
+        """The place of this process among the others."""
+        return self.processes.launched.layout
 
     @property
     def engine(self) -> Engine:

@@ -113,7 +113,7 @@ def report_changes(run: Run, place: ClaimedRun) -> None:
         )
     counted = run.processes.auto.epoch
     if first == 0 and counted is not None:
-        few = few_steps(run.config.training, counted, run.data.manifest, run.ranks.world_size)
+        few = few_steps(run.config.training, counted, run.data.manifest, run.layout.data_size)
         if few:
             _log.warning("%s", few)
             run.journal.write("event", first, event="few_steps", detail=asdict(few))

@@ -50,10 +50,10 @@ def open_data(
     stop: ends a wait for the Hub, on all ranks (RunError, 75)
     """
     system.beat("opening the data")
-    ranks, run_dir = processes.launched.ranks, config.run_dir
+    ranks, run_dir, layout = processes.launched.ranks, config.run_dir, processes.launched.layout
     by_default = 1 if processes.launched.device.type == "cuda" else 0
     workers = by_default if config.data.workers == "auto" else config.data.workers
-    lanes_for = ranks.world_size * max(1, workers)
+    lanes_for = layout.data_size * max(1, workers)
     saved = DataState.from_json(found.state["data"]) if found else None
     base = processes.base
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, base, saved, stop))
@@ -66,15 +66,15 @@ def open_data(
         state = replace(state, next_block=found.step * config.training.global_batch_size)
         if tuple(found.state["weights"]) != manifest.weights:
             state = replace(state, weights_from=state.next_block)
-    _warn_of_lanes(config, manifest, ranks.world_size, workers)
+    _warn_of_lanes(config, manifest, layout.data_size, workers)
     reading = reading_of(data_settings(config), run_dir, stop)
     held = _open_heldout(config, manifest, encoder, ranks, reading)
     stream = open_stream(
         manifest,
         run_dir / TOKENIZER,
         blocks_per_step=config.training.global_batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=layout.data_rank,
+        world_size=layout.data_size,
         workers=workers,
         next_block=state.next_block,
         cursors=state.cursors,

@@ -167,7 +167,7 @@ def _assemble(
         without_gain=saved.get("patience") or 0,
     )
     ranks, started = launched.ranks, here.signals.started
-    rows = config.training.global_batch_size // ranks.world_size
+    rows = config.training.global_batch_size // launched.layout.data_size
     return Run(
         config=config,
         found=found,
@@ -181,7 +181,7 @@ def _assemble(
             data.manifest.labels,
             partial(learning_rate, config.optimizer, config.total_steps),
             roll,
-            world_size=ranks.world_size,
+            layout=launched.layout,
             sources=saved.get("sources", {}),
             stream_digest=data.state.stream_digest,
         ),

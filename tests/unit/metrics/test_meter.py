@@ -5,7 +5,7 @@ import torch
 
 from llmtrain.data.state import roll
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.types import SLOTS, StepVector
+from llmtrain.types import SLOTS, StepVector, rank_layout
 
 
 def due_at(*steps):
@@ -18,7 +18,7 @@ def meter(**sources):
         ("en", "vi"),
         lambda step: step / 10,
         roll,
-        world_size=2,
+        layout=rank_layout(0, 2),
         sources=sources,
         stream_digest=0,
     )

@@ -15,7 +15,7 @@ from llmtrain.data.heldout import HeldOut, HeldOutPart
 from llmtrain.model.loss import LossModule
 from llmtrain.training.evaluate import by_source, evaluate, sample
 from llmtrain.training.run.due import Due
-from llmtrain.types import NOT_TRAINED, Evaluation, Flags
+from llmtrain.types import NOT_TRAINED, Evaluation, Flags, rank_layout
 
 VOCABULARY = 31
 
@@ -51,6 +51,7 @@ def run_of(held, model, seq_len, size):
         device=torch.device("cpu"),
         engine=SimpleNamespace(evaluating=torch.no_grad),
         model=model,
+        layout=rank_layout(0, 1),
         ranks=Alone(),
         requests=nobody,
         signals=SimpleNamespace(reason=None),

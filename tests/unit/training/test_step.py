@@ -22,7 +22,7 @@ from llmtrain.training import loop, stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
 from llmtrain.training.step import host_part, seed_generators
-from llmtrain.types import FLAGS, SLOTS, Batch, Flags
+from llmtrain.types import FLAGS, SLOTS, Batch, Flags, rank_layout
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results" / "loop.json"
@@ -154,13 +154,32 @@ def test_each_number_of_the_host_is_in_its_slot():
         ids, ids, 5, None, {}, 0x4444333322221111, 0, {"b": 5}, {}, 3.0, ended=True, real_tokens=7
     )
     for flag in FLAGS:
-        said = host_part(batch, Flags(**{flag: True}), 2, ("a", "b"), failed=True)
+        asked, sources = Flags(**{flag: True}), ("a", "b")
+        said = host_part(batch, asked, rank_layout(0, 2), sources, failed=True)
         named = dict(zip(SLOTS[3:], said, strict=False))
         assert {name for name in FLAGS if named[name]} == {flag}
         assert [named[f"digest_{k}"] for k in range(4)] == [0x1111, 0x2222, 0x3333, 0x4444]
         assert (named["data_failed"], named["wait_seconds"], named["ended"]) == (1.0, 1.5, 1.0)
         assert (named["padding_only"], named["real_tokens"]) == (0.0, 7.0)
         assert said[len(SLOTS) - 3 :] == [0.0, 5.0]
+        # Another process of the same group fails and asks as well, but has read nothing else.
+        alike = host_part(batch, asked, rank_layout(1, 4, tensor=2), sources, failed=True)
+        counted = {"data_failed", *FLAGS}
+        assert alike == [
+            (number if name in counted else 0)
+            for name, number in zip([*SLOTS[3:], *sources], said, strict=True)
+        ]
+
+
+def test_a_rank_is_the_place_in_a_grid_of_data_stages_and_tensor():
+    grid = np.arange(24).reshape(4, 3, 2)  # (data, stages, tensor), the last neighbours
+    for rank in range(24):
+        one = rank_layout(rank, 24, tensor=2, stages=3)
+        assert grid[one.data_rank, one.stage, one.tensor_rank] == rank
+        assert one.data_size == 4
+        assert one.leads == (rank in grid[:, 0, 0])
+    plain = rank_layout(3, 5)
+    assert (plain.data_rank, plain.data_size, plain.leads) == (3, 5, True)
 
 
 def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skips_padding(

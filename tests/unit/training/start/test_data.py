@@ -22,6 +22,7 @@ from llmtrain.data.tokens import tokenizer
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.tools.data.inspect import inspect
 from llmtrain.training.start.data import FewSteps, few_steps, open_data
+from llmtrain.types import rank_layout
 
 BESTFIT: Any = SimpleNamespace(packing="bestfit", seq_len=64)  # what is read of a manifest
 GROUP = 20  # documents of a row group
@@ -77,7 +78,7 @@ def before_step_1(folder, name):
         seen.update(texts=len(texts), characters=sum(map(len, texts)))
         return encode(self, texts)
 
-    launched = SimpleNamespace(ranks=Alone(), device=torch.device("cpu"))
+    launched = SimpleNamespace(ranks=Alone(), layout=rank_layout(0, 1), device=torch.device("cpu"))
     processes: Any = SimpleNamespace(launched=launched, base=None)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(Tokenizer, "_encode", encoding)
