@@ -155,7 +155,7 @@ def parse_duration(text: str) -> int | None:
     return sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) or None
 
 
-def first_few(names: Sequence[str], most: int) -> str:
+def first_few(names: Sequence[str], most: int = 8) -> str:
     """Return the first few names for a message, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -24,11 +24,11 @@ from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
-from llmtrain.data.sources.local import TABLES, bounded, file_format, first_few, is_index
+from llmtrain.data.sources.local import TABLES, bounded, file_format, is_index
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
-from llmtrain.text import first_line, harmless
+from llmtrain.text import first_few, first_line, harmless
 
 _log = logging.getLogger(__name__)
 
@@ -202,9 +202,7 @@ def _no_text(
     problem = missing_column(f"{key}.text_column", source.text_column, where, there)
     named = f"{key}.text_column={harmless(strings[0])}" if len(strings) == 1 else ""
     if len(strings) > 1:
-        named = (
-            f"{key}.text_column=… (columns of strings: {first_few(list(map(harmless, strings)))})"
-        )
+        named = f"{key}.text_column=… (columns of strings: {first_few([*map(harmless, strings)])})"
     forms = "messages, conversations, prompt and completion, or instruction and output"
     chat = f"for conversations ({forms}): {key}.columns={{prompt: …, completion: …}}"
     return replace(problem, remedy=f"{named}; {chat}" if named else chat)

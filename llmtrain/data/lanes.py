@@ -254,8 +254,10 @@ class Lane:
                 characters += len(one.content)
             for one, encoded in zip(batch, self._encode(k, batch), strict=True):
                 if one.counts or encoded.counts:
-                    counts.update(one.counts)  # of a conversation, all else is for `data inspect`
-                    counts.update({name: n for name, n in encoded.counts.items() if name in NOTED})
+                    counts.update(one.counts)
+                    # All else of a conversation is for `data inspect`.
+                    said = encoded.counts
+                    counts.update({name: said[name] for name in NOTED if name in said})
                 if not len(encoded.ids):
                     self._refuse_without_documents(k, one.epoch - last_epoch)
                     continue

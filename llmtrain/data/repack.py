@@ -166,8 +166,7 @@ def _open(path: Path, text_column: str) -> Tables:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB)
             return file.schema_arrow, file.iter_batches(BATCH_ROWS, use_threads=False)
         case "arrow":
-            record_batches = map_arrow(str(path))
-            return record_batches[0].schema, iter(record_batches)
+            return map_arrow(str(path))
         case "csv" if not empty:
             return _csv(path, compression)
         case "jsonl" if not empty:

@@ -117,7 +117,8 @@ class _File(logging.FileHandler):
             with suppress(OSError):  # else later lines go to the deleted file
                 path.parent.mkdir(exist_ok=True)  # not the run directory: the next save makes it
                 with os.fdopen(os.open(path, flags, 0o666), "wb") as new:
-                    self.flush()
+                    with suppress(OSError):  # what a full disk does not take is lost with that file
+                        self.flush()
                     os.dup2(new.fileno(), self.stream.fileno(), inheritable=False)
         super().emit(record)
 

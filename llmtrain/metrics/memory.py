@@ -153,13 +153,15 @@ class Profile:
     def _write_operators(self, profiler: profile, step: int) -> None:
         """Write the operators with the most time of their own, on the device if there is one."""
         kind = "device" if self._device.type == "cuda" else "cpu"
+        # One for each name: annotations are listed for the host and for the device.
+        named = {one.key: one for one in profiler.key_averages()}
         operators = [
             {
                 "name": one.key,
                 "calls": one.count,
                 "seconds": getattr(one, f"self_{kind}_time_total") / 1e6,
             }
-            for one in profiler.key_averages()
+            for one in named.values()
         ]
         whole = sum(one["seconds"] for one in operators) or 1.0
         longest = sorted(operators, key=lambda one: one["seconds"], reverse=True)[:_OPERATORS]

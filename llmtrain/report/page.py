@@ -151,7 +151,7 @@ def figures(tables: Tables) -> list[Figure]:
         limits += (("device", room),) if room else ()
     seconds = tables.numbers("span_seconds")
     waits = Points(islice(tables.numbers("span_wait_seconds"), 1, None))  # from the second line on
-    shares = [(step, 100 * wait / span) for step, wait, span in joined(waits, seconds) if span > 0]
+    waited = [(step, 100 * wait / span) for step, wait, span in joined(waits, seconds) if span > 0]
     mfu = [(step, 100 * value) for step, value in tables.numbers("mfu")]
     small = [
         _small("router_loss", "Router loss", "nats a token", tables.numbers("router_loss")),
@@ -161,7 +161,7 @@ def figures(tables: Tables) -> list[Figure]:
         ),
         _small("speed", "Speed", "tokens a second", _speeds(tables)),
         _small("mfu", "Model FLOPs utilization", "%", mfu),
-        _small("wait", "Waiting for data", "% of the step time", shares),
+        _small("wait", "Waiting for data", "% of the step time", waited),
         _small("memory", "Memory", "GiB", tables.numbers("memory_gb"), limits),
     ]
     return [replace(one, restarts=tables.restarts) for one in (*_loss(tables), *small) if one]

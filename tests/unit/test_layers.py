@@ -262,6 +262,7 @@ def test_few_private_functions_are_used_once():
                 defined[node.name] += 1
     once = [name for name, count in defined.items() if (count, used[name]) == (1, 1)]
     assert len(once) <= 280
+    assert [name for name in defined if not used[name]] == []
 
 
 def test_a_class_name_has_one_meaning():

@@ -323,9 +323,11 @@ class _Counter:
             # What is held out of a token cache is as long as the rest.
             some = [one for one in documents if self.source.cached or not one.held]
             for _, _, one in self._encode(some):
-                if len(one.ids) and tokens < wanted:
+                if len(one.ids):
                     packed.append(Document(0, 0, len(packed), one.ids, Counter(), one.cuts))
                     tokens += len(one.ids)
+                if tokens >= wanted:  # the rest of a unit need not be tokenized
+                    break
         end = Document(0, 0, len(packed), NO_IDS, Counter())
         blocks = open_packing(
             manifest.packing,

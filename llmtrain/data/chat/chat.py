@@ -211,6 +211,10 @@ class Chat:
         return encode.open_encoder(self._directory, self._tokenizer)
 
     @cached_property
+    def _plain(self) -> Tokenizer:
+        return self._tokenizer or open_tokenizer(self._directory)
+
+    @cached_property
     def _template(self) -> Template:
         return open_template(self._directory, self.settings.template_kwargs, self.settings.date)
 
@@ -317,7 +321,7 @@ class Chat:
         control = self._control.special.search(encode.unmark(prompt + completion))
         if control is not None and self.settings.control_tokens == "error":
             raise _control_token(control.group())
-        tokenizer = self._tokenizer = self._tokenizer or open_tokenizer(self._directory)
+        tokenizer = self._plain
         texts = tokenizer.encode_batch([prompt, prompt + completion, "\n", "\n" + completion])
         asked, whole, newline, glued = (ids.tolist() for ids in texts)
         answer = whole[len(asked) :]

@@ -69,13 +69,7 @@ class Template:
         """Return what renders the beginnings of a conversation."""
         use = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         variables = {**self.variables, "tools": tools, "documents": None}
-        named = []
-        for message in messages:  # their reasoning gets the names that templates read
-            for reasoning in [message[key] for key in REASONING if message.get(key) is not None][
-                :1
-            ]:
-                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-            named.append(message)
+        named = [_with_reasoning(message) for message in messages]
         return Beginnings(_compile(self.sources[use], self.date), variables, named)
 
     @property

@@ -125,11 +125,13 @@ class Units:
         return [(one.num_rows, one.total_byte_size) for one in groups]
 
     def batches(self, source: Source, file: int) -> list[pa.RecordBatch]:
-        """Return the record batches of an Arrow file, as `map_arrow` does."""
+        """Return the record batches of an Arrow file; of one without rows an empty one."""
         where = source.where(file)
         batches = self._mapped.get(where)
         if batches is None:
-            batches = self._mapped[where] = map_arrow(where)
+            schema, mapped = map_arrow(where)
+            batches = [*mapped] or [pa.RecordBatch.from_pylist([], schema=schema)]
+            self._mapped[where] = batches
             if len(self._mapped) > OPEN_FOOTERS:
                 self._mapped.popitem(last=False)
         return batches
@@ -352,20 +354,19 @@ def _by_line(file: io.RawIOBase | io.BufferedReader) -> io.BufferedReader:
     return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, lines.MIB)
 
 
-def map_arrow(where: str) -> list[pa.RecordBatch]:
+def map_arrow(where: str) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     """Return the record batches of an Arrow file: with a footer, or a stream as of `datasets`.
 
-    They are mapped, and take no memory. A file without rows gives an empty one.
+    They are mapped, and take no memory unless the file is compressed.
     """
     mapped = pa.memory_map(where)
     try:
         file = pa.ipc.open_file(mapped)
-        schema, batches = file.schema, [file.get_batch(n) for n in range(file.num_record_batches)]
     except pa.ArrowInvalid:
         mapped.seek(0)
         stream = pa.ipc.open_stream(mapped)
-        schema, batches = stream.schema, list(stream)
-    return batches or [pa.RecordBatch.from_pylist([], schema=schema)]
+        return stream.schema, iter(stream)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
 def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:

@@ -276,7 +276,7 @@ class Ranges:
                 if size > AHEAD_BYTES:
                     return
                 key = self._expected.popleft()
-                read = partial(self._read, key, None)
+                read = partial(self._read, key, self._remote.deadline())
                 self._ahead[key] = begin_in_thread(read, "ahead")
 
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
@@ -298,7 +298,7 @@ class Ranges:
         if self._stop is not None and self._stop.wait(0):
             raise fetch.stop_error()
 
-    def _read(self, key: Range, deadline: float | None) -> bytes:
+    def _read(self, key: Range, deadline: float) -> bytes:
         from huggingface_hub import constants
 
         file, start, end = key
@@ -307,8 +307,7 @@ class Ranges:
             return content
         if start < end and constants.HF_HUB_OFFLINE:
             raise UserError(fetch.offline(file.url, start, end))
-        until = self._remote.deadline() if deadline is None else deadline
-        content = self._remote.fetch(file, start, end, until)
+        content = self._remote.fetch(file, start, end, deadline)
         if self._cache:
             self._cache.put(file.etag, start, end, content)
         return content

@@ -23,7 +23,7 @@ from llmtrain.data.remote import fetch
 from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
 from llmtrain.data.sources import local
 from llmtrain.errors import Problem, UserError
-from llmtrain.text import first_line, harmless
+from llmtrain.text import first_few, first_line, harmless
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -205,7 +205,7 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
 def _nearest(asked: str | None, there: Iterable[object]) -> str:
     """Return the first few names that exist, those most similar to `asked` first."""
     likeness = {str(n): difflib.SequenceMatcher(None, asked or "", str(n)).ratio() for n in there}
-    return local.first_few(sorted(likeness, key=likeness.__getitem__, reverse=True)) or "none"
+    return first_few(sorted(likeness, key=likeness.__getitem__, reverse=True)) or "none"
 
 
 def _warn_of_left_out(
@@ -222,7 +222,7 @@ def _warn_of_left_out(
         there = sorted(str(one["name"])[start:] for one in entries if one["type"] == "file")
         left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
     if left:
-        _log.warning("%s: files of other types are not read: %s", root, local.first_few(left))
+        _log.warning("%s: files of other types are not read: %s", root, first_few(left))
 
 
 def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:

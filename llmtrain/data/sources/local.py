@@ -30,7 +30,7 @@ import xxhash
 
 from llmtrain.config.schema import DocumentsConfig, SourceConfig
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.text import first_line, harmless
+from llmtrain.text import first_few, first_line, harmless
 from llmtrain.types import JsonMapping, JsonObject
 
 _log = logging.getLogger(__name__)
@@ -512,12 +512,6 @@ def _listing(directory: Path) -> str:
     entries = directory.iterdir()
     names = sorted(harmless(_printable(Path(one.name))) + "/" * one.is_dir() for one in entries)
     return first_few(names) or "nothing"
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Return the first few names for a message, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _nothing_there(path: str, key: str, expected: str = ANY_SOURCE) -> Problem:
