@@ -262,7 +262,8 @@ def test_few_private_functions_are_used_once():
                 defined[node.name] += 1
     once = [name for name, count in defined.items() if (count, used[name]) == (1, 1)]
     assert len(once) <= 280
-    assert [name for name in defined if not used[name]] == []
+    # Called by notebooks and by typer.
+    assert {name for name in defined if not used[name]} == {"_repr_html_", "_main"}
 
 
 def test_a_class_name_has_one_meaning():
