@@ -141,7 +141,7 @@ def write_pieces(begun: OpenSave, pieces: Iterable[Piece]) -> Extents:
 
 
 def write_blocks(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Extents:
-    """Do the same as `pieces` for data in blocks. share: bytes of all blocks together."""
+    """Do the same as `write_pieces` for data in blocks. share: bytes of all blocks together."""
     extents: dict[str, tuple[Extent, ...]] = {}
     counted = _count(begun, blocks, share)
     before: Future[None] | None = None

@@ -10,7 +10,7 @@ requires values as wide as its queries, and dropout there keeps four bytes an el
 `_Accelerator` corrects that.
 
 Head and loss are not included: `distributed.plan.memory` has their formulas. It is only found out
-whether the loss can be computed in chunks, as `model.head` does on the real model.
+whether the loss can be computed in chunks, as `model.loss` does on the real model.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
 def _fill(model: PreTrainedModel) -> None:
     """Give a model on meta fake tensors, in place.
 
-    It is not built of them, because peft moves what it adds.
+    A model is filled rather than built of them, because peft moves what it adds to it.
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():

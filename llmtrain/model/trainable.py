@@ -254,7 +254,7 @@ def hold_base(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) ->
         for name, weight in module._parameters.items():
             if weight is None or not weight.is_floating_point():
                 continue
-            if type(weight).__name__ == "Params4bit":  # in four bits, or once it is on its device
+            if type(weight).__name__ == "Params4bit":  # four-bit weights, now or once on a device
                 continue
             if weight.dtype == dtype or (weight.requires_grad and not trained):
                 continue

@@ -70,9 +70,10 @@ class Watchdog:
         long = any(one in phase for one in _LONG)
         said = f"no progress for {self._still} s: {phase}"
         steps = _REPORT_STEPS * self._median() if self._median else 0.0
-        report_after = self._most if long else min(max(_REPORT_SECONDS, steps), self._most)
         if self._median is None and self._rank:
             report_after = self._end_after  # it waits for rank 0, which may work alone for minutes
+        else:
+            report_after = self._most if long else min(max(_REPORT_SECONDS, steps), self._most)
         if self._still >= self._end_after and not long:
             self._end(said)
         elif not self._reported and self._still >= report_after:

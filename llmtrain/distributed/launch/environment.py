@@ -180,11 +180,8 @@ def _other_than(
     env: Mapping[str, str], distributed: DistributedConfig, training: TrainingConfig
 ) -> Iterator[Problem]:
     """Yield problems where the launch contradicts the config; a plain one allows all strategies."""
-    kind, launched, strategy = (
-        named.named_family(env),
-        named.named_strategy(env),
-        distributed.strategy,
-    )
+    kind, launched = named.named_family(env), named.named_strategy(env)
+    strategy = distributed.strategy
     # HSDP without a mesh in the file uses nodes × processes of a node.
     fine = {"auto", launched} | ({"hsdp"} if launched == "fsdp2" else set())
     other = family(strategy) != kind or (launched is not None and strategy not in fine)

@@ -200,11 +200,11 @@ def _links(
     if layout.strategy in ZERO:
         # Stage 3 gathers in each pass, stages 1 and 2 once a step. Stage 1 reduces once a step,
         # stages 2 and 3 at each micro-batch.
-        passes, times = 1, 1 if layout.strategy == "zero1" else layout.accumulation
         gathered = shape.trainable
         if layout.strategy in ("zero3", "zero3_offload"):
-            passes, gathered = 2 * layout.accumulation, shape.count
-        total = passes * gather * gathered + machine.reduce * shape.trainable * times
+            gathered = 2 * shape.count * layout.accumulation
+        times = 1 if layout.strategy == "zero1" else layout.accumulation
+        total = gather * gathered + machine.reduce * shape.trainable * times
         return _ring(total, across, hardware, machine)
     return _ring(8 * shape.trainable, hardware.devices, hardware, machine)
 

@@ -209,11 +209,11 @@ def possible(
     if len(allowed) == 1:
         if allowed[0] in FSDP and not blocks_known:
             # As `fsdp.wrap_classes` raises it, but before the model is built.
-            what = "the class of the model's repeated blocks, which it does not name, for "
-            what += allowed[0]
+            classes = "the class of the model's repeated blocks, which it does not name"
+            expected = f"{classes}, for {allowed[0]}"
             named = f"distributed.wrap_class={shape.listed}, or " if shape.listed else ""
-            otherwise = f"{named}distributed.strategy=zero3"
-            raise UserError(Problem("distributed.wrap_class", "auto", what, otherwise))
+            other = f"{named}distributed.strategy=zero3"
+            raise UserError(Problem("distributed.wrap_class", "auto", expected, other))
         return tuple(allowed)
     absent = () if blocks_known else FSDP
     if hardware.nodes == 1 or hardware.devices_per_node == 1:

@@ -69,9 +69,9 @@ def start_processes(
         launched = _launch(config, planned, precision)
     stack.push(lambda kind, error, traceback: launching.close(failed=kind is not None))
     ranks = launched.ranks
-    state, asked = launched.accelerator, config.distributed.strategy
-    made = (state.num_processes, state.distributed_type.value, launched.strategy)
-    agreed(ranks, lambda: verify_launch(os.environ, asked, *made))
+    asked, made = config.distributed.strategy, launched.accelerator
+    facts = (made.num_processes, made.distributed_type.value, launched.strategy)
+    agreed(ranks, lambda: verify_launch(os.environ, asked, *facts))
     check_shared(config.run_dir, ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id)
     kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
