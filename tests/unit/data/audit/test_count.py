@@ -148,6 +148,24 @@ def test_best_fit_takes_the_blocks_that_its_padding_takes(place):
     assert found.blocks == pytest.approx(blocks, rel=0.02)
 
 
+def test_padding_is_measured_on_no_more_of_a_unit_than_it_needs(place, monkeypatch):
+    asked = []
+    encode = DocumentEncoder.documents
+
+    def counted(self, source, texts):
+        asked.append(len(texts))
+        return encode(self, source, texts)
+
+    monkeypatch.setattr(DocumentEncoder, "documents", counted)
+    monkeypatch.setattr(count, "BATCH", 4)
+    monkeypatch.setattr(count, "window_tokens", lambda seq_len: seq_len)
+    manifest = manifest_of(place, "b.jsonl", packing="bestfit", seq_len=16)
+    encoder = DocumentEncoder(open_tokenizer(place / "tokenizer"))
+    found = epoch(manifest, encoder, Reading(60))
+    assert found.documents == 1500
+    assert 1500 < sum(asked) <= 1500 + 16  # some 70 documents are in a unit
+
+
 def test_a_token_cache_is_counted_beside_text(place):
     tokenizer = open_tokenizer(place / "tokenizer")
     texts = [row["text"] for row in corpus.articles(300, 9000)]

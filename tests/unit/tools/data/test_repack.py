@@ -13,7 +13,7 @@ import zstandard
 from helpers import corpus
 
 from llmtrain.data import repack as tables
-from llmtrain.data.documents import lines
+from llmtrain.data.documents import lines, units
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.errors import UserError
 from llmtrain.tools.data.tokenize import repack
@@ -172,6 +172,21 @@ def test_csv_keeps_its_columns_as_strings(tmp_path, name, delimiter):
         {"id": "8", "text": ""},
         {"id": "9", "text": "\ufffd bad"},
     ]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_compressed_arrow_file_is_read_batch_by_batch(tmp_path, stream):
+    """Decompressed batches are no part of the mapped file, so all of them might not fit."""
+    table = pa.table({"text": ["ab" * 50_000] * 160})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with make(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=10)
+    before = pa.total_allocated_bytes()
+    schema, batches = units.map_arrow(str(tmp_path / "a.arrow"))
+    sizes = [(pa.total_allocated_bytes() - before) / batch.nbytes for batch in batches]
+    assert (schema, len(sizes)) == (table.schema, 16)
+    assert max(sizes) < 4
 
 
 @pytest.mark.parametrize("stream", [True, False])
