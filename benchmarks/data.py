@@ -312,6 +312,17 @@ def memory_of(process: int) -> tuple[float, float]:
     return found["Private_Clean"] + found["Private_Dirty"], found["Rss"]
 
 
+def order(bench: Bench) -> None:
+    from llmtrain.hashing import mix, permutation
+
+    seconds = []
+    for epoch in range(bench.sizes.rounds):
+        began = time.process_time()
+        permutation(1_000_000, mix(42, 1, 0, epoch))
+        seconds.append(time.process_time() - began)
+    bench.say("order of a million units", statistics.median(seconds), "s", "≤ 0.5")
+
+
 SIZES = {
     "rounds": (5, 1),
     "blocks": (4096, 256),  # of a round: × 1,024 × 5 = 21 M tokens
@@ -325,4 +336,4 @@ SIZES = {
 
 if __name__ == "__main__":
     parts = {"speed": speed, "waiting": waiting, "opening": opening, "memory": memory}
-    main(__doc__, parts, SIZES, paths={"data": True, "tokenizer": False})
+    main(__doc__, parts | {"order": order}, SIZES, paths={"data": True, "tokenizer": False})

@@ -1,11 +1,12 @@
 """Does the cost grow as it should? Slopes of the logarithms, with their standard errors.
 
-A slope of 1 is a cost in proportion. On the built-in sample.
+A slope of 1 is a cost in proportion, a slope of 0 one that does not grow. On the built-in sample.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -23,9 +24,10 @@ SIZES = {
     "rows": ((2, 4, 8, 16, 32), (2, 4, 8)),  # blocks of 256 tokens in a step
     "steps": (14, 6),  # of each run; the first `warm` are not counted
     "warm": (4, 2),
-    "open": (100, 50),  # steps until every lane is open
-    "counted": (6400, 200),  # steps of the stream
+    "places": ((100, 400, 1600, 6400), (50, 100, 200)),  # steps at which it is looked
+    "parameters": (tuple(8_400_000 * n for n in (1, 2, 4, 8)), (4_200_000, 8_400_000, 16_800_000)),
     "saves": (30, 6),
+    "rounds": (5, 2),  # of what is repeated; the least counts
 }
 
 
@@ -83,6 +85,40 @@ def step(bench: Bench) -> None:
     say(bench, "CPU time of a step over its tokens", found, 1, "s")
 
 
+def seek(bench: Bench) -> None:
+    import numpy as np
+
+    manifest, directory = prepared(sample_run(bench.folder))
+    cursors, found = np.zeros((manifest.lanes, 1, 4), np.int64), dict[float, float]()
+    with stream_of(manifest, directory, BLOCKS) as walked:
+        for number in range(1, bench.sizes.places[-1] + 1):
+            for lane, reached in next(walked).cursors.items():
+                cursors[lane] = reached
+            for _ in range(bench.sizes.rounds * (number in bench.sizes.places)):
+                place = {"next_block": number * BLOCKS, "cursors": cursors.copy()}
+                began = time.process_time()
+                with stream_of(manifest, directory, BLOCKS, **place) as stream:
+                    for _ in range(manifest.lanes // BLOCKS):
+                        next(stream)
+                seconds = time.process_time() - began
+                found[float(number)] = min(seconds, found.get(float(number), seconds))
+    say(bench, "CPU time of a seek over the steps before it", found, 0, "s")
+
+
+def memory(bench: Bench) -> None:
+    import psutil
+
+    manifest, directory = prepared(sample_run(bench.folder))
+    found = {}
+    with stream_of(manifest, directory, BLOCKS, workers=1) as stream:
+        worker = psutil.Process(stream._items.processes[0].pid)
+        for number in range(1, bench.sizes.places[-1] + 1):
+            next(stream)
+            if number in bench.sizes.places:
+                found[float(number)] = worker.memory_full_info().uss / 1e6
+    say(bench, "memory of a data worker over its steps", found, 0, "MB")
+
+
 def late_over_early(values: list[float]) -> float:
     """Return the least of the last third over that of the first: other work only adds time."""
     third = len(values) // 3
@@ -93,11 +129,11 @@ def along_a_run(bench: Bench) -> None:
     from llmtrain import load_config, train
 
     manifest, directory = prepared(sample_run(bench.folder / "stream"))
-    reading, count = list[float](), 100
+    reading, count, places = list[float](), 100, bench.sizes.places
     with stream_of(manifest, directory, BLOCKS) as stream:
-        for _ in range(bench.sizes.open):
+        for _ in range(places[0]):  # every lane is open
             next(stream)
-        for _ in range(bench.sizes.counted // count * 3):
+        for _ in range(places[-1] // count * 3):
             began = time.process_time()
             for _ in range(count):
                 next(stream)
@@ -120,5 +156,26 @@ def along_a_run(bench: Bench) -> None:
     bench.say(f"{name}: off 1", off, "", "≤ 0.1", saves=len(saves) - 1)
 
 
+def checkpoint(bench: Bench) -> None:
+    from checkpoint import saved, spec_of, values_of
+
+    bytes_: dict[float, float] = {}
+    seconds: dict[float, float] = {}
+    for _ in range(bench.sizes.rounds):
+        for parameters in bench.sizes.parameters:
+            spec, root = spec_of(parameters), bench.folder / "root"
+            count = float(sum(math.prod(one.shape) for one in spec["model.safetensors"].values()))
+            values = values_of(spec)
+            began = time.perf_counter()
+            path = saved(root, 1, spec, values)
+            took = time.perf_counter() - began
+            seconds[count] = min(took, seconds.get(count, took))
+            bytes_[count] = float(sum(file.stat().st_size for file in path.iterdir()))
+            shutil.rmtree(root)
+    say(bench, "bytes of a checkpoint over the parameters", bytes_, 1, "bytes")
+    say(bench, "time of a checkpoint over the parameters", seconds, 1, "s")
+
+
 if __name__ == "__main__":
-    main(__doc__, {"step": step, "run": along_a_run}, SIZES)
+    parts = {"step": step, "seek": seek, "memory": memory, "run": along_a_run}
+    main(__doc__, parts | {"checkpoint": checkpoint}, SIZES)

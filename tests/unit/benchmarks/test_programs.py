@@ -18,7 +18,7 @@ TEXTS = ["--data", "{data}", "--tokenizer", str(SAMPLE)]
 SMALLEST: dict[str, list[str]] = {
     "checkpoint": ["--only", "small", "memory"],
     "convergence": ["--data", "{data}"],
-    "data": [*TEXTS, "--only", "opening"],
+    "data": [*TEXTS, "--only", "order"],
     "defaults": TEXTS,
     "finetune": ["--only", "step", "shards", "checkpoint"],
     "gpu": ["--only", "sync"],
@@ -26,7 +26,7 @@ SMALLEST: dict[str, list[str]] = {
     "loop": ["--only", "steps"],
     "plan": [],
     "report": [],
-    "scaling": ["--only", "run"],
+    "scaling": ["--only", "checkpoint", "seek"],
     "speedrun": ["--data", "{data}"],
     "threads": [],
 }
