@@ -85,6 +85,16 @@ def test_f13_a_save_in_flight_is_complete_when_a_stop_ends_the_run(faulty, strai
     assert run.outcome() == straight(2)
 
 
+@pytest.mark.slow  # the same when a stop ends the run
+def test_f13_a_save_in_flight_is_complete_when_data_fails(faulty, straight):
+    run = faulty(2, **BESIDE)
+    assert run.launch("save.write@step=8=delay:0.03;data.next@rank=1@nth=10=raise") == [1, 1]
+    assert run.valid()[-1] == "step-00000008"
+    assert run.launch() == [0, 0]
+    assert run.resumed() == [None, "step-00000008"]
+    assert run.outcome() == straight(2)
+
+
 def test_f13_what_cannot_be_written_beside_the_training_is_said(faulty):
     asked = {"checkpoint__writers": "rank0", "training__steps": 4}
     run = faulty(2, "fsdp2", **BESIDE, **asked)

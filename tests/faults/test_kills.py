@@ -98,6 +98,17 @@ def test_f12_killed_in_its_very_first_save_it_begins_again_and_says_so(faulty, s
     assert run.outcome() == straight(2)
 
 
+@pytest.mark.slow  # F46 kills a rank of a launcher, too
+def test_f35_under_a_real_launcher_too(faulty, straight):
+    run = faulty(2)
+    assert run.accelerate("loop.micro@rank=1@step=10@nth=2=kill").returncode == 1
+    assert run.processes() == []
+    assert run.status()["exit_code"] == 75
+    assert run.launch() == [0, 0]
+    assert run.resumed() == [None, "step-00000008"]
+    assert run.outcome().batches == straight(2).batches
+
+
 @pytest.mark.parametrize("manifest_came_first", [False, True], ids=["f47_last", "f47_first"])
 def test_f47_a_resume_while_a_checkpoint_is_being_copied_in(faulty, straight, manifest_came_first):
     run = faulty(2)

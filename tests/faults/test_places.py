@@ -212,6 +212,40 @@ def test_f30_no_clock_decides_anything(faulty, straight):
     assert lock.read(run.run_dir / "lock") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("checkpoints", "directory"),
+        ("metrics.jsonl", "regular file"),
+        ("logs/rank-0.failed", "regular file"),
+    ],
+)
+def test_what_can_be_no_part_of_a_run_directory_is_refused_at_the_start(faulty, name, expected):
+    run = faulty(1)
+    strange = run.run_dir / name
+    strange.parent.mkdir(parents=True)
+    if expected == "directory":
+        strange.symlink_to(run.folder / "a disk that is not mounted")
+    else:
+        strange.mkdir()
+    assert run.launch() == [2]
+    said = run.output()
+    assert f"  {strange}\n    expected: a {expected}, or nothing of that name" in said
+    assert "Traceback" not in said
+    assert [path for path in run.run_dir.rglob("*") if path != strange.parent] == [strange]
+
+
+def test_a_record_and_a_status_that_say_strange_things_do_not_hinder_a_run(faulty):
+    run = faulty(1, **ALONE)
+    killed(run)
+    with (run.run_dir / "metrics.jsonl").open("a") as record:
+        record.write('{}\n{"kind": "start"}\n')
+    (run.run_dir / "status.json").write_text('{"step": "x", "run_id": 1}')
+    assert run.launch() == [0], run.output()
+    assert run.resumed()[-1] == "step-00000004"
+    assert (run.status()["state"], run.status()["step"]) == ("finished", 8)
+
+
 def test_a_checkpoint_of_another_run_in_the_way_of_the_last_one_stays_and_is_named(faulty):
     run = faulty(1, **ALONE)
     killed(run)

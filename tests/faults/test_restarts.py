@@ -114,6 +114,18 @@ def test_f46_a_run_without_progress_is_given_up_after_three_starts(faulty):
     assert run.resumed() == [None, None, None]
 
 
+@pytest.mark.slow  # `supervise` does not either, above
+def test_a_launcher_does_not_try_again_what_was_refused(faulty):
+    run = faulty(2, **SHORT)
+    run.config["data"]["sources"] = [{"path": str(run.folder / "nothing.parquet")}]
+    process, output = launched(run, [*LAUNCH, "--max_restarts", "2", TRAIN])
+    assert process.wait() == 1
+    said = output.read_text(errors="replace")
+    assert said.count("error: 1 problem") == 3, said
+    assert run.status()["restarts"] == 0  # the later attempts have not begun
+    assert run.status()["exit_code"] == 2
+
+
 # Rank 1 comes no further than this; rank 0 waits for it before there is a group.
 ALONE = """
 import os, signal, sys, time

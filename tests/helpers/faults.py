@@ -21,12 +21,13 @@ import hashlib
 import os
 import shlex
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers import tiny
+from helpers import launcher, tiny
 from helpers.ranks import PATIENCE_SECONDS, Ranks, Server, until
 
 from llmtrain.checkpoint import format as form, read
@@ -35,6 +36,7 @@ from llmtrain.rundir.lock import RunLock
 STEPS = 24
 EVERY = 4
 KILLED = -signal.SIGKILL
+PLAIN = {"distributed_type": "MULTI_GPU"}
 DROPOUT = {
     "model_type": "gpt2",
     "n_embd": 32,
@@ -149,6 +151,18 @@ class FaultyRun:
         """Start every rank with these faults and wait; the exit codes by rank."""
         ranks = self.start(faults, *overrides, world_size=world_size, env=env, through=through)
         return self.wait(ranks)
+
+    def accelerate(self, faults: str = "", *overrides: str) -> subprocess.CompletedProcess[str]:
+        """The same through a real `accelerate launch`, which takes seconds to import."""
+        path = tiny.write_config(self.folder, self.config)
+        file = launcher.launch_file(self.folder, {"num_processes": self.world_size} | PLAIN)
+        command = [*launcher.ACCELERATE, "--config_file", file, launcher.SCRIPT, str(path)]
+        env = {"LLMTRAIN_FAULTS": faults} if faults else {}
+        ended = launcher.run([*command, *overrides], self.folder, **env)
+        self.launches.append(Launch(faults, overrides, [ended.returncode]))
+        with (self.folder / "output.txt").open("a", encoding="utf-8") as output:
+            output.write(ended.stdout + ended.stderr)
+        return ended
 
     def outcome(self) -> Outcome:
         """Of a run that has ended."""
