@@ -213,3 +213,15 @@ def test_a_run_that_would_train_nothing_is_refused(server, tmp_path):
     steps = ["training.epochs=null", "training.steps=1", "data.sources.0.max_epochs=1"]
     assert server.run(["train", str(path), *steps, f"run.dir={tmp_path}/other"], 1, tmp_path) == [2]
     assert "at least one trained token in the whole run" in (tmp_path / "output.txt").read_text()
+
+
+@pytest.mark.slow  # counted in tests/unit/data/test_chat_lanes.py
+def test_bad_rows_are_skipped_and_counted_where_that_is_asked(server, tmp_path):
+    rows = chats.rows_of(120)
+    rows[110]["messages"][0]["role"] = "bot"
+    path = config_of(tmp_path, rows, training__steps=20)
+    assert server.run(["train", str(path), "chat.bad_rows=skip"], 1, tmp_path) == [0]
+    (event,) = [
+        line for line in lines(tmp_path / "run", "event") if line["event"] == "dropped_documents"
+    ]
+    assert event["detail"]["rejected"] >= 1

@@ -8,6 +8,7 @@ import json
 
 import pytest
 from helpers import corpus, reference_stream
+from helpers.ranks import until
 from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.config.load import load_config
@@ -113,3 +114,45 @@ def test_the_checkpoint_of_four_ranks_has_the_lanes_of_all(runs):
     states = [data_state(run_dir, status(run_dir)["step"]) for run_dir in runs.values()]
     assert all(state == states[0] for state in states[1:])
     assert all(sum(lane[0][:3]) > 0 for lane in states[0]["cursors"])
+
+
+@pytest.mark.slow  # test_data_end resumes in later epochs
+def test_a_resume_in_a_later_epoch_goes_on_to_the_last_step(server, tmp_path):
+    """A stream that is over when what was seen is skipped would end the run as finished."""
+    path = corpus.write_parquet(tmp_path / "a.parquet", corpus.articles(40))
+    changes = {"training__steps": 60, "checkpoint__every_steps": 15, "data__lanes": 6}
+    digests = {}
+    for name in ("straight", "killed"):
+        folder = tmp_path / name
+        config = config_of(folder, path, **changes)
+        del config["data"]["sources"][0]["max_epochs"]
+        config["data"]["seq_len"] = 16
+        run_dir = folder / "run"
+        if name == "killed":
+            ranks = server.start(["train", str(write_config(folder, config))], 2, folder)
+            until((run_dir / "checkpoints" / "step-00000030").is_dir, "a checkpoint")
+            ranks.kill()
+            assert min(lane[0][0] for lane in data_state(run_dir, 30)["cursors"]) >= 2  # epochs
+        trained(server, folder, config, 2)
+        assert status(run_dir)["step"] == 60
+        digests[name] = [line["batch_digest"] for line in lines(run_dir, "train")]
+    assert len(digests["straight"]) == 60
+    assert digests["killed"] == digests["straight"]
+    assert lines(tmp_path / "killed" / "run", "start")[-1]["resumed_from"] is not None
+
+
+@pytest.mark.slow  # DF-05 with a packing
+def test_packed_lengths_do_not_decide_the_steps_of_a_rank(server, tmp_path, source):
+    """Steps are fixed at the start and the same on every rank, number of ranks and resume."""
+    found = {}
+    for world_size in (1, 3):
+        folder = tmp_path / str(world_size)
+        config = config_of(folder, source, data__packing="bestfit", data__lanes=12)
+        del config["data"]["sources"][0]["max_epochs"], config["training"]["steps"]
+        config["training"] |= {"epochs": 0.5, "global_batch_size": 24}
+        run_dir = trained(server, folder, config, world_size)
+        auto = json.loads((run_dir / "auto.json").read_text())["run"]["epoch"]
+        digests = [line["batch_digest"] for line in lines(run_dir, "train")]
+        found[world_size] = (status(run_dir)["step"], auto, digests)
+        assert len(digests) == round(0.5 * auto["blocks"] / 24) > 3
+    assert found[1] == found[3]

@@ -69,3 +69,23 @@ def test_the_evaluations_loss_is_that_of_each_document_alone(server, tmp_path, k
     written = lines(run_dir, "eval")[-1]
     assert written["tokens"] == scored
     assert written["loss"] == pytest.approx(summed / scored, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_do_not_depend_on_processes_and_micro_batches(server, tmp_path, kind):
+    one = train(server, tmp_path / "one", kind, 1, 24)
+    two = train(server, tmp_path / "two", kind, 2, 3)
+    for name in ("train", "eval"):
+        here, there = lines(one, name), lines(two, name)
+        assert len(here) == len(there) >= 2
+        for ours, theirs in zip(here, there, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            assert ours["tokens"] == theirs["tokens"]
+    assert all(line["step_tokens"] < 24 * SEQ_LEN for line in lines(one, "train"))
+
+
+def test_hiding_documents_changes_what_is_learnt(server, tmp_path):
+    hidden = lines(train(server, tmp_path / "on", "llama", 1, 24), "train")
+    seen = lines(train(server, tmp_path / "off", "llama", 1, 24, mask=False), "train")
+    assert np.abs([a["loss"] - b["loss"] for a, b in zip(hidden, seen, strict=True)]).max() > 1e-4
+    assert hidden[0]["step_tokens"] < seen[0]["step_tokens"] == 24 * SEQ_LEN

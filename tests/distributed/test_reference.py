@@ -123,3 +123,16 @@ def test_the_stream_digest_audits_the_whole_run(run_dir):
 
 def test_seeds_of_ranks_differ_from_the_seed_of_the_weights():
     assert len({mix(42, 7, rank) for rank in range(8)} | {42}) == 9
+
+
+def test_batch_digests_are_those_of_the_contract(config, run_dir):
+    import xxhash
+
+    with llmtrain.open_stream(llmtrain.load_config(config)) as stream:
+        for line in lines(run_dir, "train")[:3]:
+            batch = next(stream)
+            total = sum(
+                xxhash.xxh3_64_intdigest(ids.astype("<i4").tobytes(), seed=batch.first_block + k)
+                for k, ids in enumerate(batch.ids)
+            )
+            assert line["batch_digest"] == f"{total % 2**64:016x}"

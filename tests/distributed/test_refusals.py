@@ -1,5 +1,6 @@
 """Bad input, through the command: exit code 2, one message, no traceback, nothing lost."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from helpers.chats import rows_of
 from helpers.corpus import write_jsonl
 from helpers.rings import needs
-from helpers.tiny import lines, status, tiny_config, write_config
+from helpers.tiny import lines, status, tiny_config, weights, write_config
 from safetensors.torch import save_file
 
 from llmtrain.report import verdict
@@ -332,3 +333,82 @@ def test_empty_documents_and_broken_bytes_are_counted(server, tmp_path):
     assert told["dropped_documents"]["dropped"] >= 3
     assert "replaced" not in told["dropped_documents"]
     assert told["replaced_characters"]["documents"] >= 1
+
+
+def test_a_field_of_the_model_is_named_beside_a_missing_tokenizer(server, tmp_path):
+    config = tiny_config(tmp_path / "run", model__tokenizer="./nowhere")
+    config["model"]["config"]["hidden_sizes"] = 1
+    said = refused(server, tmp_path, config)
+    for word in ("2 problems", "model.tokenizer = ./nowhere", "model.config.hidden_sizes = 1"):
+        assert word in said
+    assert "did you mean hidden_size?" in said
+
+
+def test_all_mistakes_come_at_once(server, tmp_path):
+    config = tiny_config(tmp_path / "run")
+    config["training"]["lerning_rate"] = 1
+    config["data"]["seq_len"] = "long"
+    said = refused(server, tmp_path, config, "optimizer.betas=[2,3]")
+    for word in ("training.lerning_rate", "data.seq_len", "optimizer.betas"):
+        assert word in said
+
+
+def test_a_directory_of_another_config_is_refused_and_left_as_it_is(server, tmp_path, trained):
+    config, run_dir = trained
+    before, told = weights(run_dir, 4), status(run_dir)
+    other = copy.deepcopy(config)
+    other["run"]["seed"] = 7
+    other["optimizer"]["learning_rate"] = 1e-4
+    said = refused(server, tmp_path, other)
+    for word in ("run.seed = 7", "42", "optimizer.learning_rate", "run.dir"):
+        assert word in said
+    assert weights(run_dir, 4) == before
+    assert status(run_dir) == told
+    assert "run.seed = 7" in lines(run_dir, "event")[-1]["detail"]["reason"]
+
+
+def test_free_keys_may_change_and_more_steps_go_on(server, tmp_path, trained):
+    config, run_dir = trained
+    config["training"]["steps"] = 6
+    config["training"]["micro_batch_size"] = 4
+    config["logging"]["every_steps"] = 2
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert lines(run_dir, "start")[-1]["resumed_from"] == "step-00000004"
+    assert status(run_dir)["step"] == 6
+
+
+def test_checkpoints_that_vanished_are_never_a_silent_fresh_start(server, tmp_path, trained):
+    import shutil
+
+    config, run_dir = trained
+    shutil.rmtree(run_dir / "checkpoints")
+    said = refused(server, tmp_path, config)
+    assert "step-00000004" in said
+
+
+def test_after_a_refusal_the_corrected_command_runs_in_the_same_directory(server, tmp_path):
+    config = tiny_config(tmp_path / "run", training__steps=2)
+    config["model"]["config"]["vocab_size"] = 100
+    refused(server, tmp_path, config)
+    del config["model"]["config"]["vocab_size"]
+    config["data"]["seq_len"] = 16
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert status(tmp_path / "run")["state"] == "finished"
+
+
+def test_a_lost_status_file_resumes_from_the_checkpoints_that_are_there(server, tmp_path, trained):
+    config, run_dir = trained
+    run_id = status(run_dir)["run_id"]
+    (run_dir / "status.json").unlink()
+    config["training"]["steps"] = 6
+    assert server.run(["train", str(write_config(tmp_path, config))], 1, tmp_path) == [0]
+    assert lines(run_dir, "start")[-1]["resumed_from"] == "step-00000004"
+    assert status(run_dir)["run_id"] == run_id
+
+
+def test_fewer_steps_than_were_made_are_refused(server, tmp_path, trained):
+    config, _ = trained
+    config["training"]["steps"] = 3
+    said = refused(server, tmp_path, config)
+    assert "training.steps = 3" in said
+    assert "at least 4" in said

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.ranks import until
-from helpers.tiny import lines, tiny_config, write_config
+from helpers.tiny import lines, tiny_config, weights, write_config
 
 from llmtrain.checkpoint import format as form
 
@@ -88,3 +88,29 @@ def test_shares_of_sources_may_change_at_a_resume_and_the_record_says_from_which
     first, then = tokens[3], {label: tokens[7][label] - tokens[3][label] for label in tokens[3]}
     assert first["second.jsonl"] / sum(first.values()) == pytest.approx(0.5, abs=0.05)
     assert then["second.jsonl"] / sum(then.values()) == pytest.approx(0.75, abs=0.05)
+
+
+def test_a_damaged_newest_checkpoint_is_one_warning_and_the_one_before_is_used(server, tmp_path):
+    run_dir = tmp_path / "run"
+    config = tiny_config(run_dir, training__steps=8, checkpoint__every_steps=4)
+    path = write_config(tmp_path, config)
+    assert server.run(["train", str(path)], 1, tmp_path) == [0]
+    expected = weights(run_dir, 8)
+    damaged = run_dir / "checkpoints" / "step-00000008" / "model.safetensors"
+    body = bytearray(damaged.read_bytes())
+    body[-5] ^= 1
+    damaged.write_bytes(body)
+    said = len((tmp_path / "output.txt").read_text())
+
+    assert server.run(["train", str(path)], 1, tmp_path) == [0]
+    shown = (tmp_path / "output.txt").read_text()[said:].splitlines()
+    (warning,) = (line for line in shown if line.startswith("warning: "))
+    assert "step-00000008.damaged: model.safetensors" in warning
+    (begins,) = (line for line in shown if line.startswith("run "))
+    assert ": resuming at step 4 from step-00000004, the newest valid one (" in begins
+    assert [line["resumed_from"] for line in lines(run_dir, "start")] == [None, "step-00000004"]
+    event = [e for e in lines(run_dir, "event") if e["event"] == "checkpoint_quarantined"]
+    assert event[0]["detail"]["checkpoint"] == "step-00000008"
+    assert "model.safetensors" in event[0]["detail"]["reason"]
+    assert (run_dir / "checkpoints" / "step-00000008.damaged").is_dir()
+    assert weights(run_dir, 8) == expected

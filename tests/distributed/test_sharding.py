@@ -13,6 +13,7 @@ from helpers.sharded import Job
 from helpers.sharded_models import build
 from helpers.updates import with_loss
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llmtrain.model.loss import Head
 
@@ -318,3 +319,34 @@ def test_ddp_reduces_in_buckets_of_the_size_that_is_asked_for(server, tmp_path, 
 def test_what_cannot_be_sharded_is_refused_by_name(server, tmp_path, job, said):
     found = train(server, tmp_path, 2, job, LOCAL_WORLD_SIZE="2")
     assert said in found["refused"]
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "fsdp2"), (4, "hsdp")])
+def test_the_norm_is_that_of_all_shards_and_ddps(server, tmp_path, world_size, strategy):
+    job = Job(strategy, micro=2)
+    found = train(server, tmp_path, world_size, job)
+    ddp = train(server, tmp_path, world_size, replace(job, strategy="ddp"))
+    assert found["norm_type"] == "float"  # a DTensor would be logged as this rank's part
+    for one, other in zip(found["numbers"], ddp["numbers"], strict=True):
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-6)
+
+
+def test_every_trainable_parameter_moves(server, tmp_path):
+    job = Job("fsdp2", "untied", micro=2, steps=1)
+    found = train(server, tmp_path, 2, job)
+    before = build("untied")
+    for name, parameter in before.named_parameters():
+        moved = torch.tensor(found["weights"][name]) != parameter.flatten()
+        assert moved.float().mean() > 0.4, name  # half of the rows of the table were not seen
+
+
+def test_transformers_loads_what_four_shards_wrote(server, tmp_path):
+    job = Job("fsdp2", micro=2, steps=1, save=str(tmp_path / "saved"))
+    found = train(server, tmp_path, 4, job)
+    directory = tmp_path / "saved" / "step-00000004"
+    (directory / "config.json").write_text(build("tied").config.to_json_string())
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert isinstance(loaded, LlamaForCausalLM)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for name, parameter in loaded.named_parameters():
+        assert parameter.flatten().tolist() == found["weights"][name]

@@ -160,3 +160,22 @@ def test_a_run_directory_that_is_not_shared_is_refused_and_the_node_named(
     assert "Traceback" not in said
     assert status(run_dir)["exit_code"] == 2
     assert lines(run_dir, "start") == []
+
+
+@pytest.mark.slow  # DI-25 launches the same, and ends in the same bits
+def test_a_static_launch_on_two_machines_equals_one_machine(network, straight, tmp_path):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    script = [str(ROOT / "scripts" / "train.py"), str(written(tmp_path))]
+    file = str(launch_file(tmp_path))
+    started = [
+        network.start(
+            node,
+            [*launcher, file, "--machine_rank", str(node), *script],
+            tmp_path / "output.txt",
+            {},
+        )
+        for node in (0, 1)
+    ]
+    assert [one.wait() for one in started] == [0, 0], (tmp_path / "output.txt").read_text()
+    assert lines(tmp_path / "run", "start")[0]["world_size"] == 2
+    assert weights(tmp_path / "run", STEPS) == weights(straight, STEPS)

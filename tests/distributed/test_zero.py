@@ -258,3 +258,37 @@ def test_a_rehearsal_compiles_nothing(server, tmp_path):
     cases = [Case("zero2", steps=1), Case("zero3_offload", steps=1)]
     zero.run(server, tmp_path / "run", 2, cases, **env)
     assert [path.name for path in extensions.rglob("*") if path.is_file()] == ["lock"]
+
+
+THREE = [(3, "zero3", "bf16", model) for model in MODELS] + [(3, "zero3", "fp32", "odd")]
+
+
+def test_files_are_those_of_ddp_on_three_ranks_and_ddp_reads_them(server, checkpoints):
+    passed_through(server, checkpoints, 3, THREE)
+    compare_files(checkpoints, THREE)
+    back = [
+        Case(
+            "ddp",
+            model=model,
+            steps=0,
+            start=3,
+            load=str(checkpoints / f"3-zero3-bf16-{model}"),
+            save=str(checkpoints / f"back-{model}"),
+        )
+        for model in MODELS
+    ]
+    zero.run(server, checkpoints / "back", 2, back)
+    for model in MODELS:
+        assert zero.files(checkpoints / f"back-{model}") == zero.files(checkpoints / f"ddp-{model}")
+
+
+def test_training_goes_on_from_the_weights_and_moments_of_another_strategy(server, checkpoints):
+    """The copies that are computed with are made of what was read, after they had been gathered."""
+    cases = [
+        Case(name, steps=3, start=3, discard=True, load=str(checkpoints / "ddp-tied"))
+        for name in ZEROS
+    ]
+    expected = zero.reference(Case(steps=6))[3:]
+    for found in zero.run(server, checkpoints / "on", 2, cases):
+        same(found, expected)
+        assert found["optimizer_steps"] == 6

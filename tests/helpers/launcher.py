@@ -43,3 +43,15 @@ def launch_file(folder: Path, values: Mapping[str, Any]) -> str:
     path = folder / "launch.yaml"
     path.write_text(yaml.safe_dump({**here, **values}), encoding="utf-8")
     return str(path)
+
+
+def rehearsal(name: str) -> dict[str, Any]:
+    """A file of `accelerate_configs/` as it can run here: on CPUs, on one machine, in fp32."""
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    values |= {"use_cpu": True, "mixed_precision": "no", "num_machines": 1, "main_process_port": 0}
+    for key in ("main_process_ip", "rdzv_backend", "same_network"):
+        values.pop(key, None)
+    values["num_processes"] = {"single": 1, "hsdp_multinode": 4}.get(name, 2)
+    if mesh := values.get("parallelism_config"):
+        values["parallelism_config"] = dict.fromkeys(mesh, 2)
+    return values
