@@ -292,6 +292,30 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelCut:
+    """Over how many processes one model is cut, in each way; 1 = it is not cut so.
+
+    tensor: processes that share each matrix
+    pipeline: processes that share the blocks
+    sequence: processes that share the positions of a row
+    stages: parts of the blocks that each process of a pipeline holds
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    stages: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that see the same blocks of data."""
+        return self.tensor * self.pipeline * self.sequence
+
+
+WHOLE = ModelCut()
+
+
+@dataclass(frozen=True, slots=True)
 class RankLayout:
     """The place of a process in the run, whose models are held by groups of processes.
 
@@ -299,29 +323,49 @@ class RankLayout:
     that these count once, one process of the group tells what all of them have read.
 
     data_rank, data_size: number of its group, and how many groups share the blocks of a step
-    stage: number of its part of the model's blocks
+    sequence_rank: number of its part of each row
+    stage: number of its part of the model's blocks, and last_stage: whether it is the last one
     tensor_rank: number of its part of each matrix
+    replicas: how many processes hold the same part of the model, and have gradients to add up
     leads: whether it tells what its group has read
+    tells_loss: whether it tells the loss of its part of the rows
     """
 
     world_size: int
     data_rank: int
     data_size: int
+    sequence_rank: int
     stage: int
+    last_stage: bool
     tensor_rank: int
+    replicas: int
     leads: bool
+    tells_loss: bool
 
 
-def rank_layout(rank: int, world_size: int, tensor: int = 1, stages: int = 1) -> RankLayout:
-    """Return the place of a rank: rank = (data_rank · stages + stage) · tensor + tensor_rank.
+def rank_layout(rank: int, world_size: int, cut: ModelCut = WHOLE) -> RankLayout:
+    """Return the place of a rank.
 
-    tensor: how many processes share each matrix; they are neighbours, which exchange the most
-    stages: how many processes share the blocks of the model
+    rank = ((data_rank · sequence + sequence_rank) · pipeline + stage) · tensor + tensor_rank
+
+    So processes that share each matrix, which exchange the most, are neighbours.
     """
-    data_rank, inside = divmod(rank, tensor * stages)
-    stage, tensor_rank = divmod(inside, tensor)
-    groups = world_size // (tensor * stages)
-    return RankLayout(world_size, data_rank, groups, stage, tensor_rank, leads=inside == 0)
+    data_rank, inside = divmod(rank, cut.processes)
+    sequence_rank, within = divmod(inside, cut.pipeline * cut.tensor)
+    stage, tensor_rank = divmod(within, cut.tensor)
+    last_stage = stage == cut.pipeline - 1
+    return RankLayout(
+        world_size,
+        data_rank,
+        world_size // cut.processes,
+        sequence_rank,
+        stage,
+        last_stage,
+        tensor_rank,
+        replicas=world_size // (cut.tensor * cut.pipeline),
+        leads=inside == 0,
+        tells_loss=last_stage and tensor_rank == 0,
+    )
 
 
 class Flags(NamedTuple):

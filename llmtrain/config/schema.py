@@ -303,6 +303,17 @@ class DistributedConfig(Section):
         "auto", "ddp", "fsdp2", "fsdp2_offload", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"
     ] = "auto"
     """How the model is spread out; auto = as launched, or by the memory plan."""
+    tensor_parallel: Positive | Auto = "auto"
+    """Processes that share each matrix of the model; auto = as launched, else 1."""
+    pipeline_parallel: Positive = 1
+    """Processes that share the blocks of the model, one stage after another."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """The order of forwards and backwards of a pipeline; interleaved needs several stages a rank.
+    """
+    pipeline_stages_per_rank: Positive = 1
+    """Stages that each process of a pipeline holds; more wait less, and exchange more."""
+    sequence_parallel: Positive | Auto = "auto"
+    """Processes that share the positions of each row; auto = as launched, else 1."""
     device_memory_gb: Gigabytes | Auto = "auto"
     """Memory of a device in GiB for the plan; auto = that of the device."""
     ddp: DdpConfig = Field(default_factory=DdpConfig)

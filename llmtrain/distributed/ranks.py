@@ -6,6 +6,8 @@ is busy or broken. The step's numbers are summed on the device itself. Nothing i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from llmtrain.agreement import Gathering
 from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.text import first_line
+from llmtrain.types import ModelCut, RankLayout, rank_layout
 
 # Messages of gloo and NCCL when a peer is gone. They arrive as plain RuntimeErrors from any call.
 _LOST_PEER = (
@@ -68,6 +71,50 @@ def _tensor(body: bytes) -> torch.Tensor:
 
 def _bytes(data: torch.Tensor) -> bytes:
     return data.numpy().tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGroups:
+    """The process groups of a cut model, by what their processes share; None = it is not cut so.
+
+    tensor: each matrix, in the order of their parts
+    pipeline: the blocks, in the order of the stages
+    sequence: the positions of a row, in their order
+    replicas: the same part of the model; None also if one process holds it
+    """
+
+    tensor: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+
+
+def model_groups(world_size: int, cut: ModelCut, timeout: timedelta) -> ModelGroups:
+    """Return the groups of this process. Collective over all ranks, of which each makes all."""
+    if cut.processes == 1:
+        return ModelGroups()
+    here = dist.get_rank()
+    places = [rank_layout(rank, world_size, cut) for rank in range(world_size)]
+
+    def group(differ: Callable[[RankLayout], object]) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that are alike in what `differ` returns."""
+        members: dict[object, list[int]] = {}
+        for rank, place in enumerate(places):
+            members.setdefault(differ(place), []).append(rank)
+        if len(members) == world_size:
+            return None
+        mine: dist.ProcessGroup | None = None
+        for ranks in members.values():
+            made = dist.new_group(ranks, timeout=timeout)
+            mine = made if here in ranks else mine
+        return mine
+
+    return ModelGroups(
+        tensor=group(lambda place: (place.data_rank, place.sequence_rank, place.stage)),
+        pipeline=group(lambda place: (place.data_rank, place.sequence_rank, place.tensor_rank)),
+        sequence=group(lambda place: (place.data_rank, place.stage, place.tensor_rank)),
+        replicas=group(lambda place: (place.stage, place.tensor_rank)),
+    )
 
 
 def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:

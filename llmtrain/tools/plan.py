@@ -13,9 +13,10 @@ from html import escape
 from pathlib import Path
 
 from llmtrain.checkpoint.files import most_at_once
-from llmtrain.config.checks import check, check_batch
+from llmtrain.config.checks import check
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
+from llmtrain.distributed.launch.environment import model_cut, split_problems
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan import strategy
 from llmtrain.distributed.plan.memory import Hardware, Work, arithmetic_of, checkpoint_bytes, memory
@@ -206,7 +207,7 @@ def plan(
         raise_any(trainable.missing_for_four_bits(cpu=True))
     if host_memory_gb is not None:
         hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
-    problems = [*check_batch(config.training, hardware.devices)]
+    problems = [*split_problems(config.training, hardware.devices, hardware.cut)]
     if config.distributed.strategy == "hsdp":
         mesh = (hardware.nodes, hardware.devices_per_node)
         problems += one_sided("distributed.strategy", mesh)
@@ -325,7 +326,8 @@ def _hardware(config: Config, devices: int | None, nodes: int, gib_each: float |
 
     local = devices or (1 if on_cpu() else torch.cuda.device_count())
     if gib_each is not None:
-        return Hardware(int(gib_each * 2**30), None, local, nodes, device_by_memory(gib_each))
+        named, cut = device_by_memory(gib_each), model_cut({}, config.distributed)
+        return Hardware(int(gib_each * 2**30), None, local, nodes, named, cut=cut)
     sizes = {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)}
     return replace(planning.this_machine(config, sizes), nodes=nodes)
 

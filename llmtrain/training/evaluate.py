@@ -61,7 +61,7 @@ def evaluate(run: Run) -> Evaluation | None:
             how = (run.device, run.model, partial(shown, run), hidden)
             scored.append(score_blocks(heldout, blocks, seq_len, *how))
     total = reduce(torch.add, scored)
-    told = total if layout.leads else torch.zeros_like(total)
+    told = total if layout.tells_loss else torch.zeros_like(total)
     evaluation = result(sum_over_ranks(told).tolist(), heldout)
     return replace(evaluation, seconds=time.perf_counter() - start)
 

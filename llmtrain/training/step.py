@@ -61,16 +61,11 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     the blocks are distributed. DDP averages gradients over data ranks, hence the factor in `scale`.
     """
     scale = gradient_scale(run, batch)  # () on the device
-    losses: list[Tensor] = []  # each () fp32
+    losses: list[Tensor] = []  # each () fp32, summed over trained tokens
     routers: list[Tensor] = []  # the same of the router's loss, if the model has one
     forwards = micro_batches(run, batch)  # device tensors, each (B, T)
-    for index, micro_batch in enumerate(forwards):
-        faults.hit("loop.micro")
-        system.beat("a micro-batch", index + 1, len(forwards))
-        with run.engine.micro(last=index == len(forwards) - 1):  # the last reduces gradients
-            loss = run.model(**micro_batch)  # () fp32, summed over trained tokens
-            run.engine.backward(loss, scale)
-        losses.append(loss.detach())
+    for loss in run.engine.forward_backward(forwards, scale):
+        losses.append(loss)
         if (added := run.built.loss.router_loss) is not None:
             routers.append(added)
     system.beat("the reduction of a step")
@@ -83,14 +78,15 @@ def update(run: Run, batch: Batch, factor: float) -> None:
 
 
 def gradient_scale(run: Run, batch: Batch) -> Tensor:
-    """Return data ranks / the step's trained tokens on all of them: () fp32 on the device.
+    """Return processes that add gradients up / the step's trained tokens: () fp32 on the device.
 
     Tokens are added up over the ranks only where these may have different numbers of them.
     """
-    ranks, own = run.layout.data_size, batch.trained_tokens
-    if ranks == 1 or run.data.manifest.always_full:
-        return _scale(ranks, max(ranks * own, 1), run.device)
-    told = np.array(own if run.layout.leads else 0, np.float32)
+    layout, own = run.layout, batch.trained_tokens
+    ranks = layout.replicas
+    if layout.data_size == 1 or run.data.manifest.always_full:
+        return _scale(ranks, max(layout.data_size * own, 1), run.device)
+    told = np.array(own if layout.leads else 0, np.float32)
     return ranks / sum_over_ranks(on_device(run.device, told)).clamp(min=1)
 
 
@@ -185,6 +181,8 @@ def step_vector(
     losses, routers: of the micro-batches, () fp32 each; routers: none without a router loss
     """
     others = min(len(routers), 1)
+    if not run.layout.tells_loss:
+        losses, routers = (), [torch.zeros_like(router) for router in routers]
     squares = run.engine.squares()
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
@@ -197,7 +195,7 @@ def step_vector(
         if routers:
             numbers.append(sum(router.item() for router in routers))
         return StepVector(torch.tensor(numbers, dtype=torch.float64), others)
-    total = _total(losses)
+    total = _total(losses) if losses else torch.zeros_like(squares)
     both = total + squares
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
     added = [_total(routers)[None]] if routers else []

@@ -40,11 +40,11 @@ from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
 from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.zero import DeepSpeedEngine
-from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.launch.environment import family, model_cut
 from llmtrain.distributed.launch.named import is_true
 from llmtrain.distributed.launch.rendezvous import meet_again
-from llmtrain.distributed.ranks import RankGroup
-from llmtrain.types import RankLayout, Ranks, rank_layout
+from llmtrain.distributed.ranks import ModelGroups, RankGroup, model_groups
+from llmtrain.types import ModelCut, RankLayout, Ranks, rank_layout
 
 _ROWS, _WIDTH = 1024, 768  # a product as in a small model
 _FEW_ROWS = 64
@@ -106,7 +106,9 @@ class Launched:
 
     strategy: as `distributed.strategy` names it.
     ranks: the control group, which carries votes and bytes.
+    cut: over how many processes one model is cut.
     layout: the place of this process among them.
+    groups: the process groups of a cut model.
     engine: the engine of the strategy.
     sharding: the settings of FSDP2 and HSDP; None for other strategies.
     """
@@ -114,7 +116,9 @@ class Launched:
     accelerator: Accelerator
     strategy: str
     ranks: Ranks
+    cut: ModelCut
     layout: RankLayout
+    groups: ModelGroups
     device: torch.device
     engine: Engine
     sharding: Sharding | None = None
@@ -184,12 +188,13 @@ def make_accelerator(
     if not common["cpu"]:
         # For the products that autocast leaves in fp32. A run in fp32 is not to have TF32.
         torch.set_float32_matmul_precision("high" if precision == "bf16" else "highest")
-    sharding, kind = None, family(strategy)
+    sharding, kind, cut = None, family(strategy), model_cut(os.environ, distributed)
     match kind:
         case "ddp":
             accelerator = _make_ddp(distributed.ddp, gradient_bytes, timeout, common)
         case "fsdp":
-            sharding = _make_fsdp(strategy, precision, distributed, timeout, fsdp_sync, common)
+            settings = (strategy, precision, distributed, cut)
+            sharding = _make_fsdp(*settings, timeout, fsdp_sync, common)
             accelerator = sharding.accelerator
         case "zero":
             own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
@@ -197,16 +202,24 @@ def make_accelerator(
                 accelerator = zero.make(strategy, precision, timeout, **(own | common))
             # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
             os.environ.setdefault("LOCAL_RANK", "0")
-    engine = DeepSpeedEngine(accelerator) if kind == "zero" else TorchEngine(accelerator, sharding)
     ranks: Ranks = RankGroup(timeout) if accelerator.num_processes > 1 else Alone()
-    place = rank_layout(ranks.rank, ranks.world_size)
-    return Launched(accelerator, strategy, ranks, place, accelerator.device, engine, sharding)
+    layout = rank_layout(ranks.rank, ranks.world_size, cut)
+    groups = model_groups(ranks.world_size, cut, timeout)
+    engine: Engine = (
+        DeepSpeedEngine(accelerator)
+        if kind == "zero"
+        else TorchEngine(accelerator, sharding, layout, groups)
+    )
+    place = (ranks, cut, layout, groups, accelerator.device)
+    return Launched(accelerator, strategy, *place, engine, sharding)
 
 
 def _make_ddp(
     ddp: DdpConfig, gradient_bytes: int, timeout: timedelta, common: dict[str, Any]
 ) -> Accelerator:
     """Make the `Accelerator` for DDP, or for one process without wrapping."""
+    # accelerate refuses a mesh without FSDP, also one that cuts models.
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     bucket_mb = ddp.bucket_cap_mb
     if bucket_mb == "auto":
         many = gradient_bytes >= _MANY_GRADIENTS and not common["cpu"]
@@ -231,6 +244,7 @@ def _make_fsdp(
     strategy: str,
     precision: str,
     distributed: DistributedConfig,
+    cut: ModelCut,
     timeout: timedelta,
     sync: str,
     common: dict[str, Any],
@@ -241,16 +255,19 @@ def _make_fsdp(
         for name in env:
             if name.startswith("FSDP_") or name == "ACCELERATE_USE_PARALLELISM_CONFIG":
                 del os.environ[name]
-        replicas, shards = fsdp.mesh(strategy, env, int(os.environ["WORLD_SIZE"]))
+        replicas, shards = fsdp.mesh(strategy, env, int(os.environ["WORLD_SIZE"]), cut)
         if cpu:
             rehearse(timeout)
-        axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+        # What this calls tensor parallelism is every cut of a model over neighbouring processes.
+        apart = cut.tensor * cut.pipeline
+        axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=apart)
         accelerator = Accelerator(
             **common,
             fsdp_plugin=fsdp.plugin(strategy, precision, env, cpu=cpu),
-            parallelism_config=axes if replicas > 1 else None,
+            parallelism_config=axes if replicas > 1 or apart > 1 else None,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
+        axes.tp_size = 1  # its mesh is made, and accelerate is not to cut the model too
         mesh = accelerator.torch_device_mesh
         replica = mesh.get_local_rank("dp_replicate") if replicas > 1 else 0
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in env:

@@ -32,10 +32,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from llmtrain import faults, system
 from llmtrain.distributed.engines import fsdp, state
 from llmtrain.distributed.engines.fsdp import Sharding, with_common_statistics
+from llmtrain.distributed.ranks import ModelGroups
 from llmtrain.torch_private import flattened, multiply_each, norm_of_each
-from llmtrain.types import SLOTS, Piece, Spec, StepVector
+from llmtrain.types import SLOTS, MicroBatch, Piece, RankLayout, Spec, StepVector
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -169,6 +171,21 @@ class Engine(Protocol):
         model: the bare model; a checkpoint uses its parameter names.
         """
 
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], scale: Tensor
+    ) -> Iterator[Tensor]:
+        """Accumulate the gradient of all losses times `scale`; the last backward reduces it.
+
+        Yields the loss of each micro-batch, () fp32, detached, after its backward.
+        """
+        for index, micro_batch in enumerate(micro_batches):
+            faults.hit("loop.micro")
+            system.beat("a micro-batch", index + 1, len(micro_batches))
+            with self.micro(last=index == len(micro_batches) - 1):
+                loss: Tensor = self._model(**micro_batch)
+                self.backward(loss, scale)
+            yield loss.detach()
+
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
         """Return the context of a micro-batch. Gradients are fully reduced in the last one."""
 
@@ -242,11 +259,20 @@ class Engine(Protocol):
 class TorchEngine(Engine):
     """DDP, FSDP2, HSDP, and one process without wrapping."""
 
-    def __init__(self, accelerator: Accelerator, sharding: Sharding | None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        sharding: Sharding | None,
+        layout: RankLayout,
+        groups: ModelGroups,
+    ) -> None:
         self._accelerator = accelerator
-        self._sharding = sharding  # None: every rank has all weights
+        self._sharding = sharding  # None: every rank has all weights of its part of the model
+        self._layout = layout
+        self._groups = groups
         # Under DDP every rank has all gradients, under HSDP every replica. Only one counts them.
-        self._counts = (sharding.replica if sharding else accelerator.process_index) == 0
+        first = layout.data_rank == 0 and layout.sequence_rank == 0
+        self._counts = sharding.replica == 0 if sharding else first
 
     def prepare(
         self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -365,7 +391,7 @@ class TorchEngine(Engine):
         to compare moments too would take three times as long. Buffers may differ rightly, as they
         may depend on the data of one rank.
         """
-        count = self._sharding.replicas if self._sharding else self._accelerator.num_processes
+        count = self._sharding.replicas if self._sharding else self._layout.replicas
         if count == 1:
             return {}
         named = dict(self._bare.named_parameters()) if base else state.named_parameters(self._bare)

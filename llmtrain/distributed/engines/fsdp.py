@@ -40,6 +40,7 @@ from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few
 from llmtrain.torch_private import fsdp_groups
+from llmtrain.types import WHOLE, ModelCut
 
 _log = logging.getLogger(__name__)
 
@@ -130,18 +131,20 @@ def plugin(
     )
 
 
-def mesh(strategy: str, env: Mapping[str, str], world_size: int) -> tuple[int, int]:
-    """Return (replicas, shards of each replica).
+def mesh(
+    strategy: str, env: Mapping[str, str], world_size: int, cut: ModelCut = WHOLE
+) -> tuple[int, int]:
+    """Return (replicas, shards of each replica) of each part that the model is cut into.
 
     For HSDP they come from the launch's parallelism_config; without one they are the number of
     nodes and of processes on a node. Raises UserError if HSDP has nothing to replicate or to shard.
     """
     if strategy != "hsdp":
-        return 1, world_size
-    sizes = hsdp_mesh(env, world_size)
+        return 1, world_size // (cut.tensor * cut.pipeline)
+    sizes = hsdp_mesh(env, world_size, cut)
     key = "distributed.strategy"
     raise_any(one_sided(key, sizes))
-    if math.prod(sizes) != world_size:
+    if math.prod(sizes) * cut.tensor * cut.pipeline != world_size:
         expected = f"{world_size} processes: as many on every node"
         raise UserError(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
     return sizes

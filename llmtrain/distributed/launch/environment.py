@@ -19,6 +19,7 @@ from llmtrain.distributed.launch import named
 from llmtrain.distributed.plan.memory import FSDP, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.types import ModelCut
 
 if TYPE_CHECKING:
     from llmtrain.config.schema import DistributedConfig, TrainingConfig
@@ -64,7 +65,7 @@ def launch_problems(
     if problems := launcher_problems(exported):  # the number of processes may be wrong
         return [*problems, *check_micro_batch(training)]
     found = [
-        *named.unsupported_problems(env, world_size(env)),
+        *named.unsupported_problems(env, world_size(env), model_cut(env, distributed)),
         *_other_than(env, distributed, training),
     ]
     return list(named.with_variables(found, exported))
@@ -122,6 +123,17 @@ def allowed_strategies(env: Mapping[str, str], asked: str) -> tuple[str, ...]:
     """
     strategy = named.named_strategy(env) if asked == "auto" else asked
     return LADDER if strategy is None else (strategy,)
+
+
+def model_cut(env: Mapping[str, str], distributed: DistributedConfig) -> ModelCut:
+    """Return over how many processes this launch cuts a model; a key goes before the file."""
+    tensor, sequence = distributed.tensor_parallel, distributed.sequence_parallel
+    return ModelCut(
+        named.side(env, "tp") if tensor == "auto" else tensor,
+        distributed.pipeline_parallel,
+        named.side(env, "sp") if sequence == "auto" else sequence,
+        distributed.pipeline_stages_per_rank,
+    )
 
 
 def world_size(env: Mapping[str, str]) -> int:
@@ -190,7 +202,7 @@ def _other_than(
         expected = f"{launched or 'auto'}: what the launch is (distributed_type {what})"
         yield Problem("distributed.strategy", strategy, expected, f"auto, or {_plain()}")
     elif strategy == "hsdp":
-        mesh = named.hsdp_mesh(env, world_size(env))
+        mesh = named.hsdp_mesh(env, world_size(env), model_cut(env, distributed))
         if named.named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
             yield from named.one_sided("distributed.strategy", mesh)
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and training.precision == "fp32":
@@ -211,7 +223,18 @@ def _other_than(
         if not same:
             expected = f"auto: gradients are clipped as training.max_grad_norm ({norm}) says"
             yield Problem("gradient_clipping", clipping, expected, "training.max_grad_norm")
-    yield from check_batch(training, world_size(env))
+    yield from split_problems(training, world_size(env), model_cut(env, distributed))
+
+
+def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> Iterator[Problem]:
+    """Yield why the processes cannot be divided into models, or a step's batch among these."""
+    if processes % cut.processes:
+        found = f"{cut.tensor} × {cut.pipeline} × {cut.sequence}"
+        what = "a product of tensor, pipeline and sequence parallelism"
+        expected = f"{what} that divides the {processes} processes"
+        yield Problem("distributed.tensor_parallel", found, expected, f"--processes N × {found}")
+    else:
+        yield from check_batch(training, processes // cut.processes)
 
 
 def _plain() -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmtrain.errors import Problem
+from llmtrain.types import WHOLE, ModelCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,6 @@ _VARIABLES = {
         variable("offload_param_device"),
     ),
 }
-_SPLIT_MODEL = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
 def named_family(env: Mapping[str, str]) -> Literal["fsdp", "zero"] | None:
@@ -198,16 +198,23 @@ def named_mesh(env: Mapping[str, str]) -> tuple[int, int] | None:
     """Return (replicas, shards of each replica) of `parallelism_config`; None if it is not set."""
     if not is_true(env, MESH.switch):
         return None
-    return _size(env, "dp_replicate"), _size(env, "dp_shard")
+    return side(env, "dp_replicate"), side(env, "dp_shard")
 
 
-def hsdp_mesh(env: Mapping[str, str], processes: int) -> tuple[int, int]:
-    """Return (replicas, shards of each): the launch's mesh, or nodes and processes of a node."""
+def hsdp_mesh(env: Mapping[str, str], processes: int, cut: ModelCut = WHOLE) -> tuple[int, int]:
+    """Return (replicas, shards of each): the launch's mesh, or nodes and what a node holds.
+
+    processes: on all nodes, a multiple of those that hold one model
+    """
+    if (mesh := named_mesh(env)) is not None:
+        return mesh[0], mesh[1] * cut.sequence
     on_a_node = number(env, "LOCAL_WORLD_SIZE") or processes
-    return named_mesh(env) or (processes // on_a_node, on_a_node)
+    return processes // on_a_node, on_a_node // (cut.tensor * cut.pipeline)
 
 
-def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
+def unsupported_problems(
+    env: Mapping[str, str], processes: int, cut: ModelCut = WHOLE
+) -> Iterator[Problem]:
     """Yield the requests of this launch that are not supported under any config.
 
     processes: the number of processes on all nodes.
@@ -223,7 +230,7 @@ def unsupported_problems(env: Mapping[str, str], processes: int) -> Iterator[Pro
     if (compiler := env.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
         expected = "no: accelerate would compile the model, which is not tried here"
         yield Problem("dynamo_backend", compiler, expected, "remove dynamo_config")
-    yield from _parallelism(env, processes)
+    yield from _parallelism(env, processes, cut)
     if named_family(env) == "fsdp":
         yield from _fsdp(env)
     elif named_family(env) == "zero":
@@ -257,23 +264,24 @@ def number(env: Mapping[str, str], name: str) -> int:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def _parallelism(env: Mapping[str, str], processes: int) -> Iterator[Problem]:
+def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Iterator[Problem]:
     if (mesh := named_mesh(env)) is None:
         return
     key = "parallelism_config"
-    split = {kind: _size(env, kind) for kind in _SPLIT_MODEL if _size(env, kind) != 1}
-    for kind, size in split.items():
-        expected = f"1: {_SPLIT_MODEL[kind]} parallelism does not work with these versions"
-        remedy = "dp_shard_size in its place: FSDP2 shards the model over all processes"
-        yield Problem(f"{key}_{kind}_size", size, expected, remedy)
-    if named_family(env) != "fsdp":
+    if (ring := side(env, "cp")) != 1:
+        expected = "1: it means ring attention, which torch has for GPUs alone, and as a trial"
+        remedy = f"{key}_sp_size, which exchanges heads for positions"
+        yield Problem(f"{key}_cp_size", ring, expected, remedy)
+    elif named_family(env) == "zero" or (named_family(env) is None and mesh != (1, 1)):
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
         yield Problem(key, None, expected, f"remove it, or {example('hsdp_multinode')}")
-    elif not split and math.prod(mesh) != processes:
+    elif named_family(env) == "fsdp" and math.prod(mesh) * cut.processes != processes:
         found = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
+        if cut.processes > 1:
+            found += f" × {cut.processes} that hold one model"
         expected = f"a product of {processes}, the number of processes"
         yield Problem(key, found, expected, "nodes × processes of a node")
-    elif not split and mesh[0] > 1:
+    elif mesh[0] > 1:
         yield from one_sided(key, mesh)
 
 
@@ -357,7 +365,12 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
     yield Problem("offload_optimizer_device", found, expected, remedy)
 
 
-def _size(env: Mapping[str, str], kind: str) -> int:
-    """Return one side of the mesh: 1 if it is not set, 0 if it is not a number."""
+def side(env: Mapping[str, str], kind: str) -> int:
+    """Return a side of `parallelism_config`: 1 if it is not set, 0 if it is not a number.
+
+    kind: dp_replicate, dp_shard, tp, sp or cp
+    """
+    if not is_true(env, MESH.switch):
+        return 1
     name = variable(f"parallelism_config_{kind}_size")
     return number(env, name) if name in env else 1

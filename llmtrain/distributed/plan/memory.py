@@ -33,8 +33,10 @@ from typing import assert_never
 
 from llmtrain.errors import Problem
 from llmtrain.types import (
+    WHOLE,
     Algorithm,
     Chunk,
+    ModelCut,
     ModelShape,
     ParameterShape,
     Saved,
@@ -80,6 +82,7 @@ class Hardware:
     host_bytes: memory of a node; None if unknown.
     device: the device's name; speed is predicted only for known names.
     cpu: whether this is a rehearsal on CPUs.
+    cut: over how many devices one model is cut.
     """
 
     device_bytes: int
@@ -88,11 +91,17 @@ class Hardware:
     nodes: int
     device: str | None = None
     cpu: bool = False
+    cut: ModelCut = WHOLE
 
     @property
     def devices(self) -> int:
         """The number of devices of all nodes."""
         return self.devices_per_node * self.nodes
+
+    @property
+    def groups(self) -> int:
+        """The number of models that these devices hold, which share the blocks of a step."""
+        return self.devices // self.cut.processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +199,10 @@ def arithmetic_of(strategy: str, precision: str) -> Arithmetic:
 
 def shards(strategy: str, hardware: Hardware) -> int:
     """Return over how many devices a strategy shards a tensor; 1 if it does not."""
+    apart = hardware.cut.tensor * hardware.cut.pipeline
     if strategy == "hsdp":
-        return hardware.devices_per_node
-    return hardware.devices if strategy in (*FSDP, *ZERO) else 1
+        return hardware.devices_per_node // apart
+    return hardware.devices // apart if strategy in (*FSDP, *ZERO) else 1
 
 
 def memory(

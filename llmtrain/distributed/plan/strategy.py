@@ -250,7 +250,7 @@ def _candidates(
 
 def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
     """Yield all layouts, from the fastest to the one that needs the least memory."""
-    share = work.global_batch_size // hardware.devices
+    share = work.global_batch_size // hardware.groups
     most = min(share, max(1, work.most_tokens // work.seq_len))
     micro_batches = [size for size in range(most, 0, -1) if share % size == 0]
     if work.micro_batch_size is not None:

@@ -28,9 +28,9 @@ from pathlib import Path
 
 from llmtrain import faults
 from llmtrain.checkpoint import format as form
-from llmtrain.config.checks import check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
+from llmtrain.distributed.launch.environment import model_cut, split_problems
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, record
 from llmtrain.rundir.status import FrozenChoices, read_status
@@ -199,7 +199,8 @@ def _processes(config: Config) -> int:
         import torch
 
         return max(1, torch.cuda.device_count())
-    return 1 if check_batch(config.training, _ON_CPUS) else _ON_CPUS
+    cut = model_cut({}, config.distributed)
+    return 1 if [*split_problems(config.training, _ON_CPUS, cut)] else _ON_CPUS
 
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, TypeVar
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import files
 from llmtrain.config.binding import data_settings
-from llmtrain.config.checks import check_batch
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import NAMED
 from llmtrain.data.remote.fetch import AttemptError, wait_for
 from llmtrain.data.sources.local import is_local
 from llmtrain.data.survey import Survey, survey
+from llmtrain.distributed.launch.environment import model_cut, split_problems
 from llmtrain.distributed.plan.memory import checkpoint_bytes
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, lock
@@ -244,7 +244,8 @@ def _plan(context: DoctorContext) -> Verdict:
     from llmtrain.training.start.processes import decide_precision, plan_here
 
     config, env = context.run, _rank(context)
-    raise_any(check_batch(config.training, int(env["WORLD_SIZE"])))
+    cut = model_cut(env, config.distributed)
+    raise_any(split_problems(config.training, int(env["WORLD_SIZE"]), cut))
     precision, _ = decide_precision(config, Alone())
     found = plan_here(config, precision, decide_kernels(config), _base(config), 0, env)
     layout, hardware = found.layout, found.hardware

@@ -21,11 +21,16 @@ from typing import TypeVar
 from llmtrain.checkpoint import files, format as form
 from llmtrain.config import schema, secrets
 from llmtrain.config.binding import bind, changes, dump, refusals
-from llmtrain.config.checks import Rule, check_batch
+from llmtrain.config.checks import Rule
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
-from llmtrain.distributed.launch.environment import launch_problems, world_size
+from llmtrain.distributed.launch.environment import (
+    launch_problems,
+    model_cut,
+    split_problems,
+    world_size,
+)
 from llmtrain.distributed.launch.named import number
 from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
@@ -33,7 +38,7 @@ from llmtrain.model import untrusted
 from llmtrain.rundir import contents, failures, record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import kept_status, read_status, start_status
-from llmtrain.types import JsonObject
+from llmtrain.types import JsonObject, ModelCut
 
 T = TypeVar("T")
 
@@ -201,7 +206,9 @@ def rules_of_a_launch(
     return [partial(launch_problems, env, exported), _package_problems, *on_disk]
 
 
-def check_start(config: schema.Config, processes: int, more: Iterable[Problem] = ()) -> None:
+def check_start(
+    config: schema.Config, processes: int, cut: ModelCut, more: Iterable[Problem] = ()
+) -> None:
     """Apply all these rules to a valid config, once the run's status can record what they refuse.
 
     more: problems that need torch to be found
@@ -209,7 +216,7 @@ def check_start(config: schema.Config, processes: int, more: Iterable[Problem] =
     Raises UserError with every problem.
     """
     problems = [
-        *check_batch(config.training, processes),
+        *split_problems(config.training, processes, cut),
         *_package_problems(config.optimizer),
         *_source_problems("", config.run, config.data, config.evaluation),
         *_model_problems("", config.run, config.model, config.adapter),
@@ -220,7 +227,13 @@ def check_start(config: schema.Config, processes: int, more: Iterable[Problem] =
 
 def split_rule(processes: int) -> Rule:
     """Return the rule of a batch that is split over this many processes."""
-    return lambda training: check_batch(training, processes)
+
+    def split(
+        training: schema.TrainingConfig, distributed: schema.DistributedConfig
+    ) -> Iterable[Problem]:
+        return split_problems(training, processes, model_cut({}, distributed))
+
+    return split
 
 
 def _package_problems(optimizer: schema.OptimizerConfig) -> list[Problem]:

@@ -27,7 +27,7 @@ from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import zero
 from llmtrain.distributed.engines.accelerator import on_cpu
-from llmtrain.distributed.launch.environment import allowed_strategies, family
+from llmtrain.distributed.launch.environment import allowed_strategies, family, model_cut
 from llmtrain.distributed.plan import memory
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words, missing
 from llmtrain.errors import Problem, UserError, raise_any
@@ -45,7 +45,7 @@ from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.run import Planned
 from llmtrain.training.start import frozen
-from llmtrain.types import ModelShape, Saved
+from llmtrain.types import WHOLE, ModelCut, ModelShape, Saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -140,7 +140,8 @@ def this_machine(config: Config, env: Mapping[str, str]) -> memory.Hardware:
     else:
         device_bytes = host // local if cpu else torch.cuda.mem_get_info(device)[1]
     name = None if cpu else torch.cuda.get_device_name(device)
-    return memory.Hardware(device_bytes, host, local, max(1, world // local), name, cpu)
+    nodes, cut = max(1, world // local), model_cut(env, config.distributed)
+    return memory.Hardware(device_bytes, host, local, nodes, name, cpu, cut)
 
 
 def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = None) -> memory.Work:
@@ -258,13 +259,13 @@ def _prefer_frozen(
     Values that the config sets take precedence.
     """
     hardware, device = planned.hardware, "cpu" if planned.hardware.cpu else "cuda"
-    kind = launch_kind(planned.layout.strategy, device, hardware.devices)
+    kind = launch_kind(planned.layout.strategy, device, hardware.devices, hardware.cut)
     known = FrozenChoices(run_dir, kind).launch
     open_keys = [key for key in FROZEN if key in known and getattr(asked, key) is None]
     layout = replace(planned.layout, **{key: known[key] for key in open_keys})
     if layout == planned.layout:
         return planned
-    share = asked.global_batch_size // hardware.devices
+    share = asked.global_batch_size // hardware.groups
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
     arithmetic = memory.arithmetic_of(layout.strategy, asked.precision)
     saved = count(arithmetic, layout.activation_checkpointing)
@@ -276,14 +277,16 @@ def _prefer_frozen(
     return replace(planned, layout=layout, memory=needed, reason=before)
 
 
-def launch_kind(strategy: str, device: str, world_size: int) -> str:
+def launch_kind(strategy: str, device: str, world_size: int, cut: ModelCut = WHOLE) -> str:
     """Return the name under which `auto.json` freezes the choices for one kind of launch."""
-    return f"{strategy}/{device}/{world_size}"
+    sizes = {"tensor": cut.tensor, "pipeline": cut.pipeline, "sequence": cut.sequence}
+    cuts = "".join(f"/{name}-{size}" for name, size in sizes.items() if size > 1)
+    return f"{strategy}/{device}/{world_size}{cuts}"
 
 
 def layout_by_tokens(strategy: str, asked: memory.Work, hardware: memory.Hardware) -> memory.Layout:
     """Return the layout of a start if the memory of a forward is not known."""
-    share = asked.global_batch_size // hardware.devices
+    share = asked.global_batch_size // hardware.groups
     most = max(1, asked.most_tokens // asked.seq_len)
     fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     micro = asked.micro_batch_size or fitting

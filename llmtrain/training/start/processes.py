@@ -19,7 +19,7 @@ from llmtrain.config.binding import Bound
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import accelerator as launching, zero
 from llmtrain.distributed.engines.accelerator import Launched
-from llmtrain.distributed.launch.environment import family, verify_launch
+from llmtrain.distributed.launch.environment import family, model_cut, verify_launch
 from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.errors import Problem, UserError, raise_any
@@ -60,7 +60,8 @@ def start_processes(
     with alone:
         meeting = meet(timedelta(minutes=config.distributed.timeout_minutes))
         wrong = unknown_fields(config.model)
-        on_rank_zero(meeting, lambda: check_start(config, meeting.world_size, wrong))
+        cut = model_cut(os.environ, config.distributed)
+        on_rank_zero(meeting, lambda: check_start(config, meeting.world_size, cut, wrong))
         precision, why = decide_precision(config, meeting)
         base = frozen.decide_base(config.model, config.run_dir, meeting)
         rank = meeting.rank
@@ -74,7 +75,8 @@ def start_processes(
     agreed(ranks, lambda: verify_launch(os.environ, asked, *facts))
     check_shared(config.run_dir, ranks)
     run_id = from_rank_zero(ranks, lambda: place.run_id)
-    kind = launch_kind(launched.strategy, launched.device.type, ranks.world_size)
+    where = (launched.device.type, ranks.world_size, launched.cut)
+    kind = launch_kind(launched.strategy, *where)
     auto = FrozenChoices(config.run_dir, kind)
     again = planned.decided_again or (bool(auto.launches) and kind not in auto.launches)
     auto.precision = precision

@@ -22,7 +22,7 @@ from llmtrain.training import loop, stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
 from llmtrain.training.step import host_part, seed_generators
-from llmtrain.types import FLAGS, SLOTS, Batch, Flags, rank_layout
+from llmtrain.types import FLAGS, SLOTS, Batch, Flags, ModelCut, rank_layout
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results" / "loop.json"
@@ -163,7 +163,7 @@ def test_each_number_of_the_host_is_in_its_slot():
         assert (named["padding_only"], named["real_tokens"]) == (0.0, 7.0)
         assert said[len(SLOTS) - 3 :] == [0.0, 5.0]
         # Another process of the same group fails and asks as well, but has read nothing else.
-        alike = host_part(batch, asked, rank_layout(1, 4, tensor=2), sources, failed=True)
+        alike = host_part(batch, asked, rank_layout(1, 4, ModelCut(tensor=2)), sources, failed=True)
         counted = {"data_failed", *FLAGS}
         assert alike == [
             (number if name in counted else 0)
@@ -174,7 +174,7 @@ def test_each_number_of_the_host_is_in_its_slot():
 def test_a_rank_is_the_place_in_a_grid_of_data_stages_and_tensor():
     grid = np.arange(24).reshape(4, 3, 2)  # (data, stages, tensor), the last neighbours
     for rank in range(24):
-        one = rank_layout(rank, 24, tensor=2, stages=3)
+        one = rank_layout(rank, 24, ModelCut(tensor=2, pipeline=3))
         assert grid[one.data_rank, one.stage, one.tensor_rank] == rank
         assert one.data_size == 4
         assert one.leads == (rank in grid[:, 0, 0])
