@@ -307,10 +307,10 @@ class DistributedConfig(Section):
     """Processes that share each matrix of the model; auto = as launched, else 1."""
     pipeline_parallel: Positive = 1
     """Processes that share the blocks of the model, one stage after another."""
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    pipeline_schedule: Annotated[Literal["1f1b", "gpipe", "interleaved"], EXPERT] = "1f1b"
     """The order of forwards and backwards of a pipeline; interleaved needs several stages a rank.
     """
-    pipeline_stages_per_rank: Positive = 1
+    pipeline_stages_per_rank: Annotated[Positive, EXPERT] = 1
     """Stages that each process of a pipeline holds; more wait less, and exchange more."""
     sequence_parallel: Positive | Auto = "auto"
     """Processes that share the positions of each row; auto = as launched, else 1."""

@@ -49,6 +49,8 @@ _NAMES = {
     "evaluation.patience": "early_stopping_patience",
     "logging.every_steps": "logging_steps",
     "logging.trackers": "report_to",
+    "distributed.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size tp_size",
+    "distributed.pipeline_parallel": "pipeline_model_parallel_size pp_size",
 }
 # Names of other trainers → our key ("" for no key), and what is different.
 _CONVERTED = {
@@ -69,7 +71,10 @@ _CONVERTED = {
         "distributed.strategy",
         "a name, such as fsdp2, hsdp or zero3; auto = by the accelerate file or the memory plan",
     ),
-    "tensor_parallel_size": ("", "not offered: a model is split by FSDP2 or ZeRO"),
+    "context_parallel_size cp_size": (
+        "distributed.sequence_parallel",
+        "heads are exchanged for positions; ring attention is not offered",
+    ),
     "push_to_hub": ("", "use llmtrain export RUN --out DIR --push owner/name"),
     "gradient_accumulation_steps": (
         "training.global_batch_size",

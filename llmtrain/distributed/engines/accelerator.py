@@ -202,12 +202,23 @@ def make_accelerator(
                 accelerator = zero.make(strategy, precision, timeout, **(own | common))
             # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
             os.environ.setdefault("LOCAL_RANK", "0")
+    return _launched(accelerator, strategy, sharding, cut, timeout)
+
+
+def _launched(
+    accelerator: Accelerator,
+    strategy: str,
+    sharding: Sharding | None,
+    cut: ModelCut,
+    timeout: timedelta,
+) -> Launched:
+    """Return the launch with its groups of processes, the place of this one, and the engine."""
     ranks: Ranks = RankGroup(timeout) if accelerator.num_processes > 1 else Alone()
     layout = rank_layout(ranks.rank, ranks.world_size, cut)
     groups = model_groups(ranks.world_size, cut, timeout)
     engine: Engine = (
         DeepSpeedEngine(accelerator)
-        if kind == "zero"
+        if family(strategy) == "zero"
         else TorchEngine(accelerator, sharding, layout, groups)
     )
     place = (ranks, cut, layout, groups, accelerator.device)

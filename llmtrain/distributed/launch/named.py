@@ -270,8 +270,8 @@ def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Itera
     key = "parallelism_config"
     if (ring := side(env, "cp")) != 1:
         expected = "1: it means ring attention, which torch has for GPUs alone, and as a trial"
-        remedy = f"{key}_sp_size, which exchanges heads for positions"
-        yield Problem(f"{key}_cp_size", ring, expected, remedy)
+        remedy = "parallelism_config_sp_size, which exchanges heads for positions"
+        yield Problem("parallelism_config_cp_size", ring, expected, remedy)
     elif named_family(env) == "zero" or (named_family(env) is None and mesh != (1, 1)):
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
         yield Problem(key, None, expected, f"remove it, or {example('hsdp_multinode')}")

@@ -111,6 +111,7 @@ class Work:
     most_tokens: the most tokens of a forward if the micro-batch is `auto`.
     wrap_class: as `distributed.wrap_class`.
     chunk: how the loss is computed where the head is plain; None = from all logits.
+    pipeline_schedule: as `distributed.pipeline_schedule`.
     """
 
     seq_len: int
@@ -122,6 +123,7 @@ class Work:
     most_tokens: int
     wrap_class: str = "auto"
     chunk: Chunk | None = None
+    pipeline_schedule: str = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,7 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
         most_tokens=MOST_TOKENS[device],
         wrap_class=config.distributed.wrap_class,
         chunk=chunk_of(device) if in_chunks else None,
+        pipeline_schedule=config.distributed.pipeline_schedule,
     )
 
 

@@ -40,6 +40,8 @@ def test_only_what_the_design_calls_expert_is():
         "checkpoint.verify",
         "checkpoint.writers",
         "distributed.fsdp_sync",
+        "distributed.pipeline_schedule",
+        "distributed.pipeline_stages_per_rank",
         "distributed.wrap_class",
         "model.pad_vocab_to",
         "training.loss_kernel",
@@ -76,5 +78,5 @@ def test_there_are_few_keys_and_fewer_that_most_people_need():
     keys = [key for key in all_keys() if not key.name.startswith("evaluation.sources.*")]
     experts = [key.name for key in keys if key.expert]
     # A key more needs a reason in docs/understand/decisions.md, and a look at which may go for it.
-    assert len(keys) - len(experts) <= 78
-    assert len(experts) <= 17
+    assert len(keys) - len(experts) <= 81
+    assert len(experts) <= 19

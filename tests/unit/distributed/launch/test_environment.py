@@ -78,15 +78,15 @@ REFUSED = {
         "mixed_precision",
     ),
     "mixed_precision fp8": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision"),
-    "parallelism_config with tp": (
+    "parallelism_config with cp": (
         TORCHRUN
         | {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_TP_SIZE": "2",
+            "PARALLELISM_CONFIG_CP_SIZE": "2",
         },
-        "parallelism_config_tp_size",
+        "parallelism_config_cp_size",
     ),
     "stale WORLD_SIZE": ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
     "PMI_SIZE, one process": ({"PMI_SIZE": "2"}, "PMI_SIZE"),

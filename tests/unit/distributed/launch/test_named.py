@@ -65,12 +65,10 @@ REFUSED = {
         FSDP | mesh(2, 2) | {"FSDP_OFFLOAD_PARAMS": "true"},
         {"fsdp_offload_params"},
     ),
-    "tensor parallel": (FSDP | mesh(1, 2, tp=2), {"parallelism_config_tp_size"}),
     "context parallel": (FSDP | mesh(1, 2, cp=2), {"parallelism_config_cp_size"}),
-    "sequence parallel": (FSDP | mesh(1, 2, sp=2), {"parallelism_config_sp_size"}),
-    "both": (
+    "context and tensor parallel": (
         FSDP | mesh(1, 1, tp=2, cp=2),
-        {"parallelism_config_tp_size", "parallelism_config_cp_size"},
+        {"parallelism_config_cp_size"},
     ),
     "a mesh of another number": (FSDP | mesh(2, 4), {"parallelism_config"}),
     "a mesh that shards nothing": (FSDP | mesh(4, 1), {"parallelism_config"}),
@@ -97,7 +95,7 @@ REFUSED = {
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"mixed_precision"}),
     "everything at once": (
         ZERO | mesh(1, 2, tp=2) | {"ACCELERATE_MIXED_PRECISION": "fp8", STAGE: "3", INIT: "true"},
-        {"parallelism_config_tp_size", "parallelism_config", "mixed_precision", "zero3_init_flag"},
+        {"parallelism_config", "mixed_precision", "zero3_init_flag"},
     ),
 }
 

@@ -104,7 +104,7 @@ def test_a_number_of_processes_replaces_that_of_the_file(tmp_path):
         (FSDP + "  fsdp_use_orig_params: true\n", None, {"fsdp_use_orig_params"}),
         (FSDP + HSDP, None, {"parallelism_config"}),
         (FSDP + HSDP.replace("size: 2", "size: 4", 1), 4, {"parallelism_config"}),
-        (FSDP + HSDP.replace("dp_shard", "tp"), 4, {"parallelism_config_tp_size"}),
+        (FSDP + HSDP.replace("dp_shard", "cp"), 4, {"parallelism_config_cp_size"}),
         (ZERO + "  deepspeed_config_file: ds.json\n", None, {"deepspeed_config_file"}),
         (ZERO + "  gradient_accumulation_steps: 4\n", None, {"gradient_accumulation_steps"}),
         (
@@ -118,9 +118,9 @@ def test_a_number_of_processes_replaces_that_of_the_file(tmp_path):
         (TWO + "mixed_precision: fp16\n", None, {"mixed_precision"}),
         (TWO + "mixed_precision: fp8\n", None, {"mixed_precision"}),
         (
-            TWO + "parallelism_config: {parallelism_config_tp_size: 2}\n",
+            TWO + "parallelism_config: {parallelism_config_dp_shard_size: 2}\n",
             None,
-            {"parallelism_config_tp_size", "parallelism_config"},
+            {"parallelism_config"},
         ),
         (TWO + "num_machines: none\n", None, {"num_machines"}),
         (NODES, 3, {"num_processes", "machine_rank"}),
