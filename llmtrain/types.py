@@ -312,8 +312,44 @@ class ModelCut:
         """The number of processes that see the same blocks of data."""
         return self.tensor * self.pipeline * self.sequence
 
+    @property
+    def weights(self) -> int:
+        """The number of processes that have different weights."""
+        return self.tensor * self.pipeline
+
 
 WHOLE = ModelCut()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is cut over the processes that share each matrix.
+
+    axis: 0 = by rows, 1 = by columns
+    sizes: how many rows or columns each process has
+    shape: of the whole parameter
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def first(self, rank: int) -> int:
+        """Return the number of the first row or column of a process."""
+        return sum(self.sizes[:rank])
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return a process's part of the whole parameter, as a view."""
+        return whole.narrow(self.axis, self.first(rank), self.sizes[rank])
+
+    def offset(self, rank: int) -> int:
+        """Return how many elements the parts of the processes before this one have."""
+        return math.prod(self.shape) // self.shape[self.axis] * self.first(rank)
+
+
+def split(count: int, of: int) -> tuple[int, ...]:
+    """Return the sizes of `of` parts of `count`, which differ by at most 1."""
+    return tuple(count * (k + 1) // of - count * k // of for k in range(of))
 
 
 @dataclass(frozen=True, slots=True)

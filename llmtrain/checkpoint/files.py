@@ -179,15 +179,15 @@ def is_network(path: Path) -> bool:
     return filesystem_kind(path) in _NETWORK
 
 
-def choose_writers(writers: str, family: str, nodes: int, network: bool) -> str:
+def choose_writers(writers: str, nodes: int, network: bool, *, whole: bool) -> str:
     """Return which ranks write, `rank0` or `all`: `writers` itself, or what `auto` means.
 
-    family: of the strategy, `ddp`, `fsdp` or `zero`
     network: whether the checkpoints are on a network file system
+    whole: whether rank 0 has all tensors
     """
     if writers != "auto":
         return writers
-    return "rank0" if family == "ddp" or (network and nodes > 1) else "all"
+    return "rank0" if whole or (network and nodes > 1) else "all"
 
 
 def most_at_once(policy: CheckpointConfig, steps: int) -> int:

@@ -11,7 +11,8 @@ their gradient and used up, before the next chunk:
 The gradients are made in the forward, because the logits would otherwise be made twice. One
 softmax, in the place of the logits, serves loss and gradient: max z − log max p is logsumexp, as
 accurate as one that is computed apart. Products take the compute dtype, as in `F.linear` under
-autocast. Softmax, loss, dx and the sum of dW are fp32.
+autocast. Softmax, loss, dx and the sum of dW are fp32. Where processes share the vocabulary, each
+has the logits of its part; the maximum and the sum of a row are taken over all of them.
 
 Only trained positions are in the chunks. In a conversation most are not: the head takes a share of
 its time that is theirs. Their numbers are known where the batch was made, on the host; to look for
@@ -27,6 +28,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -42,6 +44,17 @@ _CHUNKS = {
 _SLAB = 2**20  # elements of dW that are multiplied, widened and added while a CPU's cache has them
 
 
+class VocabularyPart(NamedTuple):
+    """The part of a vocabulary whose logits a process computes.
+
+    group: the processes that have the other parts
+    first: the number of its first entry
+    """
+
+    group: dist.ProcessGroup
+    first: int
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -54,6 +67,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     all_trained: bool = False,
     trained: Tensor | None = None,
+    vocabulary: VocabularyPart | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of `softcap(scale · (hidden·weightᵀ + bias))`: () fp32, nats.
@@ -68,11 +82,13 @@ def linear_cross_entropy(
     all_trained: whether no label is `NOT_TRAINED`.
     trained: (n,) int64, the positions in the flat labels that have a loss; None = they are all, or
         are looked for, which waits for a GPU.
+    vocabulary: which part of the vocabulary weight and bias have; None = all. Each process of its
+        group then gets the whole loss, and its part of the gradient of `hidden`, to be summed.
     chunk_rows: rows whose logits are in memory at once; None = chosen by device and V.
 
     The result has one backward, which fails if it is called again. From fp64 it is fp64.
     """
-    settings = _LossSettings(scale, softcap, z_loss, all_trained, trained, chunk_rows)
+    settings = _LossSettings(scale, softcap, z_loss, all_trained, trained, vocabulary, chunk_rows)
     if torch.is_grad_enabled():
         result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, labels, token_weights, settings
@@ -92,13 +108,14 @@ def token_losses(
     softcap: float | None = None,
     all_trained: bool = False,
     trained: Tensor | None = None,
+    vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
     """Return the loss of each position in nats, fp32 in the shape of `labels`; no gradient.
 
     It is 0 where a label is `NOT_TRAINED`. The sum has the bits of `linear_cross_entropy`, where
     the arguments are explained.
     """
-    settings = _LossSettings(scale, softcap, 0.0, all_trained, trained, None)
+    settings = _LossSettings(scale, softcap, 0.0, all_trained, trained, vocabulary, None)
     with torch.no_grad():
         rows = _in_rows(hidden, weight, bias, labels, None, settings)
         return _losses(rows, _NOTHING)[0].view(labels.shape)
@@ -115,6 +132,7 @@ class _LossSettings(NamedTuple):
     z_loss: float
     all_trained: bool
     trained: Tensor | None
+    vocabulary: VocabularyPart | None
     chunk_rows: int | None
 
 
@@ -322,14 +340,21 @@ def _piece(
         logits.div_(settings.softcap).tanh_()
         slope = 1.0 - logits.square()
         logits *= settings.softcap
-    at_label, largest = logits.gather(1, labels), logits.amax(1, keepdim=True)
-    p = torch.softmax(logits, 1, out=logits)
-    nll = (largest - at_label).sub_(p.amax(1, keepdim=True).log_())
+    change: Tensor | None = None
+    if settings.vocabulary is None:
+        at_label, largest = logits.gather(1, labels), logits.amax(1, keepdim=True)
+        p = torch.softmax(logits, 1, out=logits)
+        nll = (largest - at_label).sub_(p.amax(1, keepdim=True).log_())
+    else:
+        p, nll, at_label, labels, change = _softmax_of_part(logits, labels, settings.vocabulary)
     if dz is not None:
         if settings.z_loss:
             logsumexp = nll + at_label
             p *= 1.0 + 2.0 * settings.z_loss * logsumexp
-        p.scatter_(1, labels, -1.0, reduce="add")
+        if change is None:
+            p.scatter_(1, labels, -1.0, reduce="add")
+        else:
+            p.scatter_add_(1, labels, change)
         if settings.softcap is not None:
             p *= slope
         if settings.scale != 1.0:
@@ -339,6 +364,30 @@ def _piece(
         if dz.dtype != p.dtype:
             dz.copy_(p)
     return nll if factors is None else nll * factors
+
+
+def _softmax_of_part(
+    logits: Tensor, labels: Tensor, part: VocabularyPart
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the softmax of (n, v) logits over the whole vocabulary, in their place, and more.
+
+    The others are (n, 1): the losses, the logits of the labels, the labels' columns, and what is
+    to be added to the softmax there for its gradient: −1, or 0 where another process has the label.
+
+    Collective over the group: a maximum, then a sum of two numbers for each row.
+    """
+    columns = labels - part.first
+    is_here = (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.clamp(0, logits.shape[1] - 1)
+    largest = logits.amax(1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+    at_label = logits.gather(1, columns).masked_fill_(~is_here, 0.0)
+    p = logits.sub_(largest).exp_()
+    sums = torch.cat([p.sum(1, keepdim=True), at_label], 1)
+    dist.all_reduce(sums, group=part.group)
+    total, at_label = sums[:, :1], sums[:, 1:]
+    nll = largest - at_label + total.log()
+    return p.div_(total), nll, at_label, columns, -is_here.to(p.dtype)
 
 
 class _Room(NamedTuple):

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.model.attention import model_keywords
-from llmtrain.model.cross_entropy import linear_cross_entropy, token_losses
+from llmtrain.model.cross_entropy import VocabularyPart, linear_cross_entropy, token_losses
 from llmtrain.text import first_line
 from llmtrain.types import NOT_TRAINED
 
@@ -197,6 +197,8 @@ class LossModule(nn.Module):
         self._z_loss = z_loss
         self.has_router_loss = has_router_loss(model)
         self._real: Tensor | None = None  # of this forward
+        self._vocabulary: VocabularyPart | None = None
+        self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
         if self.has_router_loss:
             model.base_model.register_forward_hook(self._leave_padding_out)
         # Of the last forward whose loss is trained: () fp32, detached. None without a router loss.
@@ -208,6 +210,13 @@ class LossModule(nn.Module):
             if isinstance(part, PreTrainedModel):
                 # It looks for padding in the ids, as in GPT-2: a GPU would be waited for.
                 part.warn_if_padding_and_no_attention_mask = lambda _ids, _mask: None
+
+    def share_vocabulary(self, part: VocabularyPart, enter: Callable[[Tensor], Tensor]) -> None:
+        """Compute the loss from the head's part of the vocabulary, together with other processes.
+
+        enter: returns its argument, whose gradient is summed over them
+        """
+        self._vocabulary, self._enter = part, enter
 
     def forward(
         self,
@@ -268,12 +277,14 @@ class LossModule(nn.Module):
         head, projection = self.head, self._projection[0]
         weight, bias = projection.weight, projection.bias
         plain: dict[str, Any] = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
+        plain["vocabulary"] = self._vocabulary
         if each:
             return token_losses(hidden, weight, labels, **known, **plain)
         if self._kernel == "torch":
             rows, targets = hidden.flatten(0, -2), labels.flatten()
             how: dict[str, Any] = {"reduction": "sum", "ignore_index": NOT_TRAINED}
             return F.linear_cross_entropy(rows, weight, targets, linear_bias=bias, **how)
+        hidden = self._enter(hidden)
         return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **known, **plain)
 
     def _from_logits(

@@ -224,6 +224,7 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
     If activations cannot be counted, the rest is computed, and `uncounted` is the reason.
     """
     precision, why = _precision(config, hardware)
+    raise_any(planning.cut_problems(config, model.config, hardware.cut))
     work = planning.work(config, precision, cpu=hardware.cpu)
     allowed, uncounted = planning.strategies_for(config, {}), None
     try:

@@ -119,13 +119,15 @@ def commit(run: Run) -> None:
 
 def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> Saves:
     """Decide how a start writes checkpoints, from its config, its strategy and its file system."""
-    kind = family(launched.strategy)
+    kind, is_cut = family(launched.strategy), launched.cut.weights > 1
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a network directory sees a local disk, but all ranks must agree.
     network = bool(launched.ranks.highest(int(files.is_network(run_dir))))
-    writers = files.choose_writers(config.writers, kind, nodes, network)
-    sent = writers == "rank0" and kind != "ddp"
-    wanted = launched.device.type == "cuda" if config.background == "auto" else config.background
+    whole = kind == "ddp" and not is_cut  # rank 0 has all tensors
+    writers = files.choose_writers(config.writers, nodes, network, whole=whole)
+    sent = writers == "rank0" and not whole
+    on_gpu = launched.device.type == "cuda" and not is_cut
+    wanted = on_gpu if config.background == "auto" else config.background
     writer = Writer() if wanted and not sent else None
     return Saves(config, writer, sent, dealt=writers == "all")
 

@@ -178,17 +178,8 @@ def make_accelerator(
     """
     timeout = timedelta(minutes=distributed.timeout_minutes)
     meet_again(timeout)
-    # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
-    # overrides `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
-    common: dict[str, Any] = {
-        "cpu": on_cpu(),
-        "mixed_precision": "bf16" if precision == "bf16" else "no",
-        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
-    }
-    if not common["cpu"]:
-        # For the products that autocast leaves in fp32. A run in fp32 is not to have TF32.
-        torch.set_float32_matmul_precision("high" if precision == "bf16" else "highest")
-    sharding, kind, cut = None, family(strategy), model_cut(os.environ, distributed)
+    common, sharding, kind = _for_any_strategy(precision), None, family(strategy)
+    cut = model_cut(os.environ, distributed)
     match kind:
         case "ddp":
             accelerator = _make_ddp(distributed.ddp, gradient_bytes, timeout, common)
@@ -223,6 +214,20 @@ def _launched(
     )
     place = (ranks, cut, layout, groups, accelerator.device)
     return Launched(accelerator, strategy, *place, engine, sharding)
+
+
+def _for_any_strategy(precision: str) -> dict[str, Any]:
+    """Return the arguments of `Accelerator` that no strategy changes, and set torch's precision."""
+    if not on_cpu():
+        # For the products that autocast leaves in fp32. A run in fp32 is not to have TF32.
+        torch.set_float32_matmul_precision("high" if precision == "bf16" else "highest")
+    # A plugin, not the argument: ACCELERATE_GRADIENT_ACCUMULATION_STEPS in the environment
+    # overrides `gradient_accumulation_steps=1`, and backward() then divides our loss by it.
+    return {
+        "cpu": on_cpu(),
+        "mixed_precision": "bf16" if precision == "bf16" else "no",
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+    }
 
 
 def _make_ddp(

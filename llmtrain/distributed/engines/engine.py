@@ -21,23 +21,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_float
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain import faults, system
 from llmtrain.distributed.engines import fsdp, state
 from llmtrain.distributed.engines.fsdp import Sharding, with_common_statistics
 from llmtrain.distributed.ranks import ModelGroups
 from llmtrain.torch_private import flattened, multiply_each, norm_of_each
-from llmtrain.types import SLOTS, MicroBatch, Piece, RankLayout, Spec, StepVector
+from llmtrain.types import SLOTS, Cut, MicroBatch, Piece, RankLayout, Spec, StepVector
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -157,7 +160,11 @@ class Engine(Protocol):
     """The operations that the training loop needs from a strategy.
 
     `prepare` sets _model, which it returns, and _optimizer, which makes the updates.
+
+    cuts: how parameters were cut over processes, by name, before `prepare`; none of a whole model.
     """
+
+    cuts: Mapping[str, Cut] = MappingProxyType({})
 
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
@@ -284,14 +291,46 @@ class TorchEngine(Engine):
         self._bare = model
         if self._sharding:
             self._model = fsdp.prepare(module, optimizer, self._sharding)
+        elif self.cuts:
+            self._model = self._replicated(module)
         else:
             module = with_common_statistics(module, self._accelerator)
             self._model = self._accelerator.prepare(module, optimizer)[0]
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        self._counted = self._counted_parameters()
         self._fused = all(group.get("fused") for group in groups)
         self._scale: Tensor | None = None  # by which the optimizer divides the gradients
         return self._model
+
+    def _replicated(self, module: nn.Module) -> nn.Module:
+        """Wrap the module of a cut model in DDP over the ranks that hold the same part of it.
+
+        accelerate would reduce gradients over all ranks.
+        """
+        accelerator = self._accelerator
+        module = accelerator.prepare_model(module, evaluation_mode=True)  # device and autocast
+        if self._groups.replicas is None:
+            return module
+        devices = None if accelerator.device.type == "cpu" else [accelerator.device]
+        assert accelerator.ddp_handler is not None, "`make_accelerator` gives one"
+        kwargs = accelerator.ddp_handler.to_kwargs()
+        return DistributedDataParallel(
+            module, device_ids=devices, process_group=self._groups.replicas, **kwargs
+        )
+
+    def _counted_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of whose gradients this rank adds up the squares.
+
+        One that is not cut is alike on all processes that share the matrices.
+        """
+        if not self._counts:
+            return []
+        if self._layout.tensor_rank == 0:
+            return self._parameters
+        named = self._bare.named_parameters()
+        cut = {id(parameter) for name, parameter in named if name in self.cuts}
+        return [one for one in self._parameters if id(one) in cut]
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:
         """See `Engine.micro`. DDP reduces gradients in the last micro-batch's backward only."""
@@ -311,7 +350,7 @@ class TorchEngine(Engine):
 
     def squares(self) -> Tensor:
         """See `Engine.squares`. In fp64 the fp32 norm does not depend on how the sum is split."""
-        gradients = self._gradients() if self._counts else []
+        gradients = self._gradients(self._counted)
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
         return _squares(gradients).to(self._accelerator.device)
@@ -331,7 +370,7 @@ class TorchEngine(Engine):
             if self._fused and not self._sharding:  # the kernel does it: one pass less
                 self._scale = factor.reciprocal()
                 return
-        multiply_each(self._gradients(), factor)
+        multiply_each(self._gradients(self._parameters), factor)
 
     def step(self, factor: float, sums: StepVector) -> None:
         """See `Engine.step`.
@@ -370,6 +409,8 @@ class TorchEngine(Engine):
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
+        if self.cuts:
+            return self._cut_pieces(spec, writing=writing)
         if writing and dealt and not self._sharding:
             buffers = {name for name, _ in self._bare.named_buffers()}
             held = state.pieces(self._bare, self._optimizer, spec)
@@ -379,6 +420,28 @@ class TorchEngine(Engine):
         shards = self._counts or not writing
         whole = rank == 0 or not writing
         return state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
+
+    def _cut_pieces(self, spec: Spec, *, writing: bool) -> Iterator[Piece]:
+        """Yield what `pieces` does where matrices are cut.
+
+        The first data rank, or replica, writes; of parameters that are not cut, its first process.
+        """
+        group, rank = self._groups.tensor, self._layout.tensor_rank
+        assert group is not None
+        for name, of, held in state.held_tensors(self._bare, self._optimizer, spec):
+            cut = self.cuts.get(of)
+            is_mine = isinstance(held, DTensor) or self._layout.data_rank == 0
+            if writing and not (is_mine and self._counts and (cut or rank == 0)):
+                continue
+            part = state.piece(name, held)
+            if cut is None:
+                yield part
+            elif cut.axis == 0:
+                yield part._replace(start=part.start + cut.offset(rank))
+            elif writing:
+                yield from state.rows_for_columns(part, cut, group)
+            else:
+                yield from state.columns_from_rows(part, cut, rank)
 
     def finish_loading(self, steps: int) -> None:
         """See `Engine.finish_loading`."""
@@ -402,9 +465,9 @@ class TorchEngine(Engine):
         offload = self._sharding is not None and self._sharding.offload
         return replace(sums, data=sums.data.cpu()) if offload else sums
 
-    def _gradients(self) -> list[Tensor]:
+    def _gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return this rank's part of each gradient, which may be empty for a short parameter."""
-        held = [grad for p in self._parameters if (grad := p.grad) is not None]
+        held = [grad for p in parameters if (grad := p.grad) is not None]
         return [state.local(gradient) for gradient in held] if self._sharding else held
 
 

@@ -40,7 +40,7 @@ from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few
 from llmtrain.torch_private import fsdp_groups
-from llmtrain.types import WHOLE, ModelCut
+from llmtrain.types import WHOLE, Cut, ModelCut
 
 _log = logging.getLogger(__name__)
 
@@ -177,13 +177,10 @@ def prepare_empty(
     Its memory is allocated, but not yet filled: call `weights.share`, then `prepare`. Raises the
     same errors as `prepare`.
     """
-    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    driven = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    driven = state.names_of(optimizer, module)
     module = _shard(module, optimizer, sharding)
     # On meta all addresses are equal, so accelerate gave the optimizer one parameter many times.
-    parameters = dict(module.named_parameters())
-    for group, names in zip(optimizer.param_groups, driven, strict=True):
-        group["params"] = [parameters[name] for name in names]
+    state.replace_parameters(optimizer, module, driven)
     return module
 
 
@@ -301,20 +298,36 @@ def _sharded(module: nn.Module) -> list[FSDPModule]:
 _SENT = 8 << 20  # bytes that are sent at once
 
 
-def share_weights(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
+def share_weights(
+    model: nn.Module,
+    whole: nn.Module | None,
+    device: torch.device,
+    cuts: Mapping[str, Cut] | None = None,
+    tensor_rank: int = 0,
+) -> None:
     """Send every rank its part of the weights of `whole`, and all buffers.
 
     model: the sharded model, which is filled.
     whole: the same model with its weights on rank 0, None on the other ranks.
+    cuts: how parameters are cut before they are sharded: of those, part after part is sent.
+    tensor_rank: the number of this rank's part of them.
 
-    Collective. It needs `_SENT` bytes of extra memory on the device.
+    Collective. It needs `_SENT` bytes of extra memory on the device, and on rank 0 a copy of a
+    parameter that is cut by columns.
     """
     buffer = torch.empty(_SENT, dtype=torch.uint8, device=device)
     source = dict(whole.named_parameters()) if whole else {}
     for name, parameter in model.named_parameters():
-        part = state.piece(name, parameter.detach())
-        given = source[name].detach().reshape(-1) if whole else None
-        _receive(part.data, part.start, math.prod(parameter.shape), given, buffer)
+        part, cut = state.piece(name, parameter.detach()), (cuts or {}).get(name)
+        given = source[name].detach() if whole else None
+        start, shape = part.start, tuple(parameter.shape)
+        if cut is not None:
+            start, shape = start + cut.offset(tensor_rank), cut.shape
+            if given is not None and cut.axis:
+                parts = (cut.part(given, rank) for rank in range(len(cut.sizes)))
+                given = torch.cat([one.reshape(-1) for one in parts])
+        flat = None if given is None else given.reshape(-1)
+        _receive(part.data, start, math.prod(shape), flat, buffer)
     others = dict(_other_tensors(whole)) if whole else {}
     for (owner, name), tensor in list(_other_tensors(model)):
         # On the device even if parameters are offloaded: those are gathered on it, buffers are not.

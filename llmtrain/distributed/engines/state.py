@@ -14,19 +14,31 @@ state is created as zeros, never by a step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from llmtrain.distributed.plan.memory import states
-from llmtrain.types import DTYPES, Algorithm, Piece, Spec, StateSpec, TensorSpec, tensor_bytes
+from llmtrain.types import (
+    DTYPES,
+    Algorithm,
+    Cut,
+    Piece,
+    Spec,
+    StateSpec,
+    TensorSpec,
+    split,
+    tensor_bytes,
+)
 
 ADAPTER = "adapter_model.safetensors"  # the file of an adapter's tensors, as peft calls it
 
@@ -66,15 +78,27 @@ def pieces(
     The optimizer must have its state (see `create_state`). Raises ValueError for a tensor that is
     not contiguous in memory, or that is not split by rows.
     """
+    for name, _, tensor in held_tensors(model, optimizer, spec):
+        if shards if isinstance(tensor, DTensor) else whole:
+            yield piece(name, tensor)
+
+
+def held_tensors(
+    model: Module, optimizer: Optimizer, spec: Spec
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors of a checkpoint: name, name of the parameter, this rank's tensor.
+
+    They come in the order of the spec. Of a tensor that is split, a DTensor knows the whole shape.
+    """
     tensors, kept = named_tensors(model), kept_states(optimizer)
+    held = {name: (name, tensor) for name, tensor in tensors.items()}
     for name, parameter in trained_parameters(model, optimizer).items():
         state = optimizer.state[parameter]
-        tensors |= {f"{name}.{key}": state[key] for key in kept[id(parameter)]}
+        held |= {f"{name}.{key}": (name, state[key]) for key in kept[id(parameter)]}
     for part in spec.values():
         for name in part:
-            tensor = tensors[name].detach()
-            if shards if isinstance(tensor, DTensor) else whole:
-                yield piece(name, tensor)
+            of, tensor = held[name]
+            yield name, of, tensor.detach()
 
 
 def share_out(held: Iterable[Piece], names: Container[str], rank: int, of: int) -> Iterator[Piece]:
@@ -108,6 +132,19 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():  # otherwise the view belongs to an autograd graph
         part: Tensor = tensor.to_local()
     return part
+
+
+def names_of(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the names of the parameters that the optimizer changes, for each of its groups."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+
+
+def replace_parameters(optimizer: Optimizer, module: Module, names: list[list[str]]) -> None:
+    """Give the optimizer the parameters that now have these names, for each of its groups."""
+    parameters = dict(module.named_parameters())
+    for group, wanted in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [parameters[name] for name in wanted]
 
 
 def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
@@ -203,6 +240,56 @@ def piece(name: str, tensor: Tensor) -> Piece:
         rows = -(-tensor.shape[0] // tensor.device_mesh.size(cuts[0]))
         row = min(tensor.device_mesh.get_local_rank(cuts[0]) * rows, tensor.shape[0])
     return Piece(name, row * math.prod(tensor.shape[1:]), part.view(-1))
+
+
+_EXCHANGED = 16 << 20  # bytes of a tensor that a process has whole rows of at once
+
+
+def rows_for_columns(part: Piece, cut: Cut, group: dist.ProcessGroup) -> Iterator[Piece]:
+    """Yield whole rows in exchange for columns: of the group's rows each process gets its share.
+
+    part: the columns of some rows, which are the same rows on all processes of the group
+
+    Collective: every process has to take all that is yielded.
+    """
+    rank, (columns, first, ends) = dist.get_rank(group), _rows_of(part, cut, dist.get_rank(group))
+    most = max(1, _EXCHANGED // (cut.shape[1] * part.data.element_size()))
+    longest = max(end - begin for begin, end in itertools.pairwise(ends))
+    for at in range(0, longest, most):
+        ranges = [
+            (min(begin + at, end), min(begin + at + most, end))
+            for begin, end in itertools.pairwise(ends)
+        ]
+        sent = torch.cat([columns[begin:end].reshape(-1) for begin, end in ranges])
+        begin, end = ranges[rank]
+        received = [(end - begin) * size for size in cut.sizes]
+        given = [(end - begin) * cut.sizes[rank] for begin, end in ranges]
+        flat = sent.new_empty(sum(received))
+        dist.all_to_all_single(flat, sent, received, given, group=group)
+        parts = zip(torch.split(flat, received), cut.sizes, strict=True)
+        rows = torch.cat([one.view(end - begin, size) for one, size in parts], 1)
+        yield Piece(part.name, (first + begin) * cut.shape[1], rows.view(-1))
+
+
+def columns_from_rows(part: Piece, cut: Cut, rank: int) -> Iterator[Piece]:
+    """Yield memory for whole rows; what was read into it is then kept, but for other columns.
+
+    part: the columns of some rows, which are filled
+    """
+    columns, first, _ = _rows_of(part, cut, rank)
+    most = max(1, _EXCHANGED // (cut.shape[1] * part.data.element_size()))
+    for at in range(0, len(columns), most):
+        into = columns[at : at + most]
+        rows = into.new_empty(len(into), cut.shape[1])
+        yield Piece(part.name, (first + at) * cut.shape[1], rows.view(-1))
+        into.copy_(cut.part(rows, rank))
+
+
+def _rows_of(part: Piece, cut: Cut, rank: int) -> tuple[Tensor, int, list[int]]:
+    """Return the columns (rows, n), the number of their first row, and where shares of rows end."""
+    columns = part.data.view(-1, cut.sizes[rank])
+    ends = itertools.accumulate(split(len(columns), len(cut.sizes)), initial=0)
+    return columns, part.start // cut.sizes[rank], [*ends]
 
 
 def named_tensors(model: Module) -> dict[str, Tensor]:

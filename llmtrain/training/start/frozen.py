@@ -144,6 +144,8 @@ def decide_compile(config: schema.Config, processes: Processes, *, document_mask
     are hidden from each other.
     """
     launched, mode = processes.launched, processes.auto.compile
+    if launched.cut.processes > 1:  # also if the run began on whole models, and was compiled
+        return "off"
     if mode is None:
         mode = "off"
         # DeepSpeed's own hooks inside the blocks cut their graphs into pieces.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,12 @@ from llmtrain.distributed.plan import memory
 from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words, missing
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.metrics.memory import host_bytes
-from llmtrain.model import trainable
+from llmtrain.model import tensor, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
 from llmtrain.model.count import CannotCountError, count_saved, shorten
 from llmtrain.model.cross_entropy import chunk_of
-from llmtrain.model.shape import describe_parameters
+from llmtrain.model.shape import describe_parameters, on_meta
 from llmtrain.model.tokenizer import SpecialTokens, special_tokens
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import FrozenChoices, read_status
@@ -187,6 +187,7 @@ def plan_start(
         trainable.missing_for_four_bits(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ()
     )
     model = describe(config, hardware, run_dir, base)
+    raise_any(cut_problems(config, model.config, hardware.cut))
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
     allowed = strategies_for(config, env)
     without: dict[str, Problem] = {}  # the first reason why a strategy does not work here
@@ -209,6 +210,31 @@ def plan_start(
     layout, needed = choice.chosen.layout, choice.chosen.memory
     planned = Planned(layout, model.shape, hardware, needed, choice.reason)
     return _prefer_frozen(planned, model.count, asked, run_dir)
+
+
+def cut_problems(
+    config: Config, model_config: PreTrainedConfig, cut: ModelCut
+) -> Iterator[Problem]:
+    """Yield why a run cannot be cut over processes as its launch or its config says."""
+    if cut.tensor > 1:
+        with_it = f"with {tensor.KEY} = {cut.tensor}"
+        adapter, kernel = config.adapter.kind, frozen.asked_kernel(config.training, config.run_dir)
+        if adapter != "none":
+            expected = f"none {with_it}: the matrices of adapters are not cut"
+            yield Problem("adapter.kind", adapter, expected, f"{tensor.KEY}=1")
+        if (optimizer := config.optimizer.name) != "adamw":
+            expected = f"adamw {with_it}: {optimizer} needs whole matrices"
+            yield Problem("optimizer.name", optimizer, expected, f"{tensor.KEY}=1")
+        if (compiled := config.training.compile) not in ("auto", "off"):
+            expected = f"off {with_it}, whose exchanges are not compiled"
+            yield Problem("training.compile", compiled, expected, "training.compile=auto")
+        if kernel == "torch":
+            expected = f"chunked or logits {with_it}: torch's kernel takes the whole head alone"
+            yield Problem("training.loss_kernel", kernel, expected, "training.loss_kernel=auto")
+        if config.checkpoint.background is True:
+            expected = f"false {with_it}: its processes exchange columns for rows as they write"
+            yield Problem("checkpoint.background", True, expected, "checkpoint.background=auto")
+        yield from tensor.refusals(on_meta(model_config), cut.tensor)
 
 
 def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:

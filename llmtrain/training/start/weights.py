@@ -32,6 +32,7 @@ from llmtrain.model import attention, build, shape
 from llmtrain.model.base import Base
 from llmtrain.model.compile import compile_blocks
 from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
+from llmtrain.model.tensor import cut_model
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
@@ -191,11 +192,17 @@ def _prepare(
     Its weights are loaded. Afterwards `model.whole` is on the meta device too.
     """
     launched, kernel = processes.launched, processes.auto.loss_kernel or "logits"
-    module: nn.Module = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
+    loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
+    module: nn.Module = loss
+    if (group := launched.groups.tensor) is not None:
+        driven = tensors.names_of(optimizer, model.bare)
+        launched.engine.cuts = cut_model(loss, group)
+        tensors.replace_parameters(optimizer, model.bare, driven)
     if model.apart:
         assert launched.sharding is not None
         module = fsdp.prepare_empty(module, optimizer, launched.sharding)
-        fsdp.share_weights(model.bare, model.whole, launched.device)
+        own = launched.engine.cuts, launched.layout.tensor_rank
+        fsdp.share_weights(model.bare, model.whole, launched.device, *own)
         if model.whole:
             model.whole.to("meta")
     return launched.engine.prepare(module, model.bare, optimizer)
@@ -218,7 +225,8 @@ def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trial
     if config.micro_batch_size != "auto":
         return planned
     auto = processes.auto
-    if family(launched.strategy) != "ddp":  # a rank that fails between collectives cannot rejoin
+    # A rank that fails between collectives cannot rejoin.
+    if family(launched.strategy) != "ddp" or launched.cut.processes > 1:
         auto.micro_batch_size = planned
     if auto.micro_batch_size is not None:
         return auto.micro_batch_size

@@ -252,11 +252,10 @@ def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing
 
 
 @pytest.mark.parametrize(
-    ("family", "nodes", "network"),
-    [*itertools.product(["ddp", "fsdp", "zero"], [1, 4], [False, True])],
+    ("whole", "nodes", "network"), [*itertools.product([True, False], [1, 4], [False, True])]
 )
-def test_auto_is_rank_0_under_ddp_and_over_several_nodes_on_nfs(family, nodes, network):
-    expected = "rank0" if family == "ddp" or (nodes == 4 and network) else "all"
-    assert files.choose_writers("auto", family, nodes, network) == expected
-    assert files.choose_writers("rank0", family, nodes, network) == "rank0"
-    assert files.choose_writers("all", family, nodes, network) == "all"
+def test_auto_is_rank_0_if_it_has_all_and_over_several_nodes_on_nfs(whole, nodes, network):
+    expected = "rank0" if whole or (nodes == 4 and network) else "all"
+    assert files.choose_writers("auto", nodes, network, whole=whole) == expected
+    assert files.choose_writers("rank0", nodes, network, whole=whole) == "rank0"
+    assert files.choose_writers("all", nodes, network, whole=whole) == "all"

@@ -13,10 +13,11 @@ from llmtrain.distributed.engines import engine, state
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine, checksum, odd_ranks
 from llmtrain.distributed.engines.state import create_state
+from llmtrain.distributed.ranks import ModelGroups
 from llmtrain.model import trainable
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.types import SLOTS, StepVector
+from llmtrain.types import SLOTS, StepVector, rank_layout
 
 
 @pytest.fixture
@@ -187,8 +188,9 @@ def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_
     written: dict[int, dict[str, int]] = {}
     for rank in (0, 1):
         place = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
-        one = TorchEngine(place, None)
+        one = TorchEngine(place, None, rank_layout(rank, 2), ModelGroups())
         one._bare, one._optimizer, one._parameters = model, optimizer, list(model.parameters())
+        one._counted = one._counted_parameters()
         counted = sum(p.numel() for p in model.parameters()) if rank == 0 else 0
         assert float(one.squares()) == counted
         pieces = list(one.pieces(spec, writing=True, dealt=True))
@@ -207,7 +209,8 @@ def test_replicas_compare_what_is_trained_and_once_the_frozen_base(monkeypatch):
     )
     model = tiny()
     trainable.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
-    pair = TorchEngine(SimpleNamespace(process_index=0, num_processes=2), None)
+    accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    pair = TorchEngine(accelerator, None, rank_layout(0, 2), ModelGroups())
     pair._bare = model
     assert pair.unequal_replicas() == pair.unequal_replicas(base=True) == {}
     place = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"

@@ -1,0 +1,310 @@
+"""Tensor parallelism: the processes of a group share each matrix of a model.
+
+A matrix is cut by its rows or by its columns, as the model's own plan says, so that a block needs
+two sums over the group forwards and two backwards (Shoeybi et al. 2019, Megatron-LM, §3):
+
+    colwise    x ─── f ─── x·Wᵗ, some of the outputs           W by rows
+    rowwise    some of the inputs ─── x·Wᵗ ─── g ─── sum       W by columns
+    embedding  ids ─── rows that are here, else 0 ─── g        W by rows
+
+f does nothing forwards and sums gradients backwards; g sums forwards and does nothing backwards.
+Each process has its part as an ordinary parameter. So DDP, FSDP2, optimizers and checkpoints over
+the data ranks need not know of it. Parameters that are not cut are equal on all processes, since
+their gradients are.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from llmtrain.errors import Problem
+from llmtrain.model.cross_entropy import VocabularyPart
+from llmtrain.model.loss import LossModule
+from llmtrain.types import Cut, split
+
+KEY = "distributed.tensor_parallel"
+
+
+def refusals(model: PreTrainedModel, size: int) -> Iterator[Problem]:
+    """Yield why a model cannot be cut over `size` processes.
+
+    model: may be on the meta device
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    styles = styles_of(model)
+    if not styles:
+        expected = f"1: transformers has no plan for {name}"
+        yield Problem(KEY, size, expected, "distributed.pipeline_parallel, or fsdp2")
+        return
+    if unknown := sorted(set(styles.values()) - _STYLES.keys()):
+        expected = f"1: the plan of {name} cuts by {', '.join(unknown)}, as for experts"
+        yield Problem(KEY, size, expected, "distributed.strategy=fsdp2 without it")
+        return
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if "rowwise" in styles.values() and (heads % size or config.num_attention_heads % size):
+        most = max(n for n in range(1, size + 1) if not heads % n)
+        expected = f"a divisor of the model's {heads} key and value heads"
+        yield Problem(KEY, size, expected, f"{KEY}={most}")
+    for key, value in config.to_dict().items():
+        applied = "drop" in key and "classifier" not in key
+        if applied and isinstance(value, int | float) and value > 0:
+            remedy = f"model.config.{key}=0.0"
+            why = "processes would draw the same numbers for other heads"
+            yield Problem(f"model.config.{key}", value, f"0.0 with {KEY} = {size}: {why}", remedy)
+    for path, style in styles.items():
+        module = model.get_submodule(path)
+        if style in _LINEAR and type(module) is not nn.Linear:
+            expected = f"1: {path} is no linear layer but {type(module).__name__}"
+            yield Problem(KEY, size, expected)
+        elif style in ("colwise", "rowwise"):
+            count = module.weight.shape[1 if style == "rowwise" else 0]
+            if count % size:
+                yield Problem(KEY, size, f"a divisor of the {count} of {path}")
+                return  # other blocks have the same
+
+
+def cut_model(module: LossModule, group: dist.ProcessGroup) -> dict[str, Cut]:
+    """Keep this process's part of a model, in place, and make its modules exchange what they need.
+
+    module: its head's products are then whole, and its loss is computed by all of the group
+    group: the processes that share the model, in the order of their parts
+
+    Returns how each parameter is cut, by its name; those that are whole are left out. The
+    optimizer has the old parameters then.
+    """
+    model = module.model
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    cutter, head = _Cutter(group), model.get_output_embeddings()
+    at_head = names[id(head.weight)][0]
+    for path, style in styles_of(model).items():
+        _STYLES[style](cutter, model.get_submodule(path), path)
+    for first, *others in names.values():  # a tied weight was cut once for each of its names
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+            cutter.cuts.pop(other, None)
+    if (cut := cutter.cuts.get(at_head)) is not None:
+        part = VocabularyPart(group, cut.first(cutter.rank))
+        module.share_vocabulary(part, cutter.copied)
+    return cutter.cuts
+
+
+def styles_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return how each module that the model's plan names is cut, by its path."""
+    return {
+        path: style
+        for path, _ in model.named_modules()
+        for pattern, style in (model.tp_plan or {}).items()
+        if fnmatch.fnmatchcase(path, pattern)
+    }
+
+
+class _Cutter:
+    """What the modules of one model share: the group, and the last tensor that f was applied to."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.cuts: dict[str, Cut] = {}
+        # Weak, so that nothing of a forward stays in memory behind its backward.
+        self._last: tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]] | None = None
+
+    def copied(self, x: Tensor) -> Tensor:
+        """Return f(x), once for modules that get the same tensor, as q, k and v do.
+
+        Their gradients are then added up before they are summed over the group.
+        """
+        known = self._last[1]() if self._last is not None and self._last[0]() is x else None
+        if known is not None:
+            return known
+        after = self.copy(x)
+        self._last = (weakref.ref(x), weakref.ref(after))
+        return after
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return f(x)."""
+        result: Tensor = _Copied.apply(x, self.group)  # type: ignore[no-untyped-call]  # torch has no stub for it
+        return result
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return g(x), the sum over the group."""
+        result: Tensor = _Summed.apply(x, self.group)  # type: ignore[no-untyped-call]  # ditto
+        return result
+
+    def keep(self, module: nn.Module, path: str, leaf: str, axis: int) -> Cut | None:
+        """Replace a parameter by this process's part of it."""
+        whole = getattr(module, leaf)
+        if whole is None:
+            return None
+        cut = Cut(axis, split(whole.shape[axis], self.size), tuple(whole.shape))
+        own = cut.part(whole.detach(), self.rank).clone(memory_format=torch.contiguous_format)
+        setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
+        self.cuts[f"{path}.{leaf}"] = cut
+        return cut
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The last axis of all processes; the gradient of this one's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _gather(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _own_part(gradient, ctx.group, ctx.sizes), None, None
+
+
+class _Parted(torch.autograd.Function):
+    """This process's part of the last axis; the gradient of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _own_part(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradient, ctx.group, ctx.sizes), None, None
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+    # A collective has parts of one size, and the largest is at most 1 larger than the others.
+    padded = F.pad(x, (0, max(sizes) - x.shape[-1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[..., :n] for part, n in zip(parts, sizes, strict=True)], -1)
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+    rank = dist.get_rank(group)
+    return x.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+def colwise(cutter: _Cutter, module: Any, path: str) -> None:
+    """Give each process some of the outputs."""
+    _keep_outputs(cutter, module, path)
+    plain = module.forward
+    module.forward = lambda x: plain(cutter.copied(x))
+
+
+def colwise_gather_output(cutter: _Cutter, module: Any, path: str) -> None:
+    """The products are whole, as of a head, or where q and k have a norm over all heads."""
+    cut = _keep_outputs(cutter, module, path)
+    plain = module.forward
+    gather: Any = _Gathered.apply
+    module.forward = lambda x: gather(plain(cutter.copied(x)), cutter.group, cut.sizes)
+
+
+def _keep_outputs(cutter: _Cutter, module: Any, path: str) -> Cut:
+    """Keep some of the outputs of a linear layer."""
+    cut = cutter.keep(module, path, "weight", 0)
+    assert cut is not None
+    cutter.keep(module, path, "bias", 0)
+    module.out_features = cut.sizes[cutter.rank]
+    return cut
+
+
+def rowwise(cutter: _Cutter, module: Any, path: str) -> None:
+    """Give each process some of the inputs; the products are summed."""
+    cut = cutter.keep(module, path, "weight", 1)
+    assert cut is not None
+    module.in_features = cut.sizes[cutter.rank]
+
+    def forward(x: Tensor) -> Tensor:
+        products = cutter.summed(F.linear(x, module.weight))
+        return products if module.bias is None else products + module.bias  # once, not on each
+
+    module.forward = forward
+
+
+def rowwise_split_input(cutter: _Cutter, module: Any, path: str) -> None:
+    """As rowwise, of an input that all processes have whole."""
+    rowwise(cutter, module, path)
+    plain = module.forward
+    take: Any = _Parted.apply
+    sizes = cutter.cuts[f"{path}.weight"].sizes
+    module.forward = lambda x: plain(take(x, cutter.group, sizes))
+
+
+def embedding_rowwise(cutter: _Cutter, module: Any, path: str) -> None:
+    """Give each process some of the rows."""
+    cut = cutter.keep(module, path, "weight", 0)
+    assert cut is not None
+    first, count, plain = cut.first(cutter.rank), cut.sizes[cutter.rank], module.forward
+    if module.padding_idx is not None:
+        # It has no gradient, and moves with the rows: else another row would have none.
+        here = 0 <= module.padding_idx - first < count
+        module.padding_idx = module.padding_idx - first if here else None
+
+    def forward(ids: Tensor) -> Tensor:
+        here = (ids >= first) & (ids < first + count)
+        return cutter.summed(plain(torch.where(here, ids - first, 0)) * here.unsqueeze(-1))
+
+    module.forward = forward
+
+
+def replicated_with_grad_allreduce(cutter: _Cutter, module: Any, _path: str) -> None:
+    """A norm of queries or keys, of which each process has some heads: its gradients are summed.
+
+    Its parameter stays whole. The sum is part of the graph, so it is right after any number of
+    micro-batches, as an all-reduce of the accumulated gradient would not be.
+    """
+    plain = copy.copy(module)  # with the same parameters, also once they are sharded
+
+    def forward(x: Tensor) -> Tensor:
+        own = {name: cutter.copy(one) for name, one in plain.named_parameters(recurse=False)}
+        result: Tensor = torch.func.functional_call(plain, own, (x,))
+        return result
+
+    module.forward = forward
+
+
+_LINEAR = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
+_STYLES: dict[str, Callable[[_Cutter, Any, str], None]] = {
+    "colwise": colwise,
+    "colwise_gather_output": colwise_gather_output,
+    "rowwise": rowwise,
+    "rowwise_split_input": rowwise_split_input,
+    "embeddingrowwise": embedding_rowwise,
+    "replicated_with_grad_allreduce": replicated_with_grad_allreduce,
+    "replicate": lambda _cutter, _module, _path: None,
+}
