@@ -304,7 +304,7 @@ _STYLES: dict[str, Callable[[_Cutter, Any, str], None]] = {
     "colwise_gather_output": colwise_gather_output,
     "rowwise": rowwise,
     "rowwise_split_input": rowwise_split_input,
-    "embeddingrowwise": embedding_rowwise,
+    "embedding_rowwise": embedding_rowwise,
     "replicated_with_grad_allreduce": replicated_with_grad_allreduce,
     "replicate": lambda _cutter, _module, _path: None,
 }
