@@ -26,6 +26,8 @@ FILES = {
     "zero3": ("zero3", 2),
     "zero3_offload": ("zero3_offload", 2),
     "zero3_multinode": ("zero3", 2),
+    "tp": ("ddp", 2),
+    "fsdp2_tp": ("fsdp2", 4),
 }
 # Those that differ from another one in what a single machine without a GPU does not do; FSDP2 is
 # launched by torchrun (DI-04), on two nodes and by a plain launch, too, ZeRO by `llmtrain train`.
@@ -73,6 +75,7 @@ def test_a_launch_file_trains_what_it_says_with_the_losses_of_one_process(ended,
     assert status(run_dir)["state"] == "finished", said.stderr
     (start,) = lines(run_dir, "start")
     assert (start["strategy"], start["world_size"]) == (strategy, processes)
+    assert start["tensor_parallel"] == (2 if name in ("tp", "fsdp2_tp") else 1)
     found, expected = losses(run_dir), losses(ended["single"].result()[0])
     assert len(expected) == STEPS
     assert len(set(expected)) == STEPS

@@ -51,7 +51,7 @@ def rehearsal(name: str) -> dict[str, Any]:
     values |= {"use_cpu": True, "mixed_precision": "no", "num_machines": 1, "main_process_port": 0}
     for key in ("main_process_ip", "rdzv_backend", "same_network"):
         values.pop(key, None)
-    values["num_processes"] = {"single": 1, "hsdp_multinode": 4}.get(name, 2)
+    values["num_processes"] = {"single": 1, "hsdp_multinode": 4, "fsdp2_tp": 4}.get(name, 2)
     if mesh := values.get("parallelism_config"):
         values["parallelism_config"] = dict.fromkeys(mesh, 2)
     return values

@@ -8,7 +8,7 @@ The formulas of saved bytes are for Llama with torch's attention; they were comp
 from __future__ import annotations
 
 from llmtrain.distributed.plan.memory import Hardware, Work
-from llmtrain.types import ModelShape, ParameterShape, Saved
+from llmtrain.types import WHOLE, ModelCut, ModelShape, ParameterShape, Saved
 
 GIB = 2**30
 
@@ -80,8 +80,14 @@ def work(seq_len: int, global_batch_size: int, **changed: object) -> Work:
 
 
 def gpus(
-    count: int, gib: float, *, nodes: int = 1, device: str | None = None, host: float | None = None
+    count: int,
+    gib: float,
+    *,
+    nodes: int = 1,
+    device: str | None = None,
+    host: float | None = None,
+    cut: ModelCut = WHOLE,
 ) -> Hardware:
     """Nodes with so many devices of so many GiB."""
     host_bytes = None if host is None else int(host * GIB)
-    return Hardware(int(gib * GIB), host_bytes, count, nodes, device)
+    return Hardware(int(gib * GIB), host_bytes, count, nodes, device, cut=cut)

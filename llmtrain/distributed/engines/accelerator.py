@@ -276,7 +276,8 @@ def _make_fsdp(
             rehearse(timeout)
         # What this calls tensor parallelism is every cut of a model over neighbouring processes.
         apart = cut.tensor * cut.pipeline
-        axes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=apart)
+        sides = {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": apart}
+        axes = ParallelismConfig(**sides, cp_size=1, sp_size=1)
         accelerator = Accelerator(
             **common,
             fsdp_plugin=fsdp.plugin(strategy, precision, env, cpu=cpu),

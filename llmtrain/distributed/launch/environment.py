@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain.config.checks import check_batch, check_micro_batch
+from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch import named
 from llmtrain.distributed.plan.memory import FSDP, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.system import ancestors
 from llmtrain.types import ModelCut
 
 if TYPE_CHECKING:
@@ -30,8 +34,10 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 _OF = ("", "LOCAL_", "GROUP_", "ROLE_")
 _NUMBERS = [f"{of}{what}" for what in ("RANK", "WORLD_SIZE") for of in _OF]
 _OF_A_LAUNCHER = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+_BY_SIDE = {"tp": "tensor_parallel", "sp": "sequence_parallel"}  # side of a mesh → our key
 _KINDS = {"ddp": ("NO", "MULTI_CPU", "MULTI_GPU"), "fsdp": ("FSDP",), "zero": ("DEEPSPEED",)}
 _WHERE = "the launch"
+_FILE_OPTION = "__config_file"  # of accelerate, which takes dashes for underscores
 
 # DeepSpeed is installed with llmtrain on Linux, and does not run on other systems.
 INSTALL_DEEPSPEED = (
@@ -48,7 +54,26 @@ def check_environment(
     ACCELERATE_USE_DEEPSPEED into the environment.
     """
     check_docstrings(sys.flags.optimize)
-    raise_any(launch_problems(env, env, distributed, training), _WHERE)
+    ignored = named.ignored_problems(_launcher_file(env))
+    raise_any([*ignored, *launch_problems(env, env, distributed, training)], _WHERE)
+
+
+def _launcher_file(env: Mapping[str, str]) -> Mapping[str, object]:
+    """Return the values of the file with which accelerate started this process.
+
+    Empty if it was started in another way, or if the file cannot be read.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in env:
+        return {}
+    for _, command in ancestors():
+        for word, following in pairwise([*command, ""]):
+            option, equals, value = word.partition("=")
+            if option.replace("-", "_") == _FILE_OPTION:
+                path = Path(value if equals else following)
+                text = path.read_text("utf-8", "replace") if path.is_file() else ""
+                found = parse(text).value
+                return found if isinstance(found, dict) else {}
+    return {}
 
 
 def launch_problems(
@@ -129,9 +154,9 @@ def model_cut(env: Mapping[str, str], distributed: DistributedConfig) -> ModelCu
     """Return over how many processes this launch cuts a model; a key goes before the file."""
     tensor, sequence = distributed.tensor_parallel, distributed.sequence_parallel
     return ModelCut(
-        named.side(env, "tp") if tensor == "auto" else tensor,
+        max(1, named.side(env, "tp")) if tensor == "auto" else tensor,
         distributed.pipeline_parallel,
-        named.side(env, "sp") if sequence == "auto" else sequence,
+        max(1, named.side(env, "sp")) if sequence == "auto" else sequence,
         distributed.pipeline_stages_per_rank,
     )
 
@@ -205,6 +230,12 @@ def _other_than(
         mesh = named.hsdp_mesh(env, world_size(env), model_cut(env, distributed))
         if named.named_mesh(env) is None or mesh[0] == 1:  # `named` reports the others
             yield from named.one_sided("distributed.strategy", mesh)
+    for name, size in (("tp", distributed.tensor_parallel), ("sp", distributed.sequence_parallel)):
+        if (launched_size := named.side(env, name)) > 1 and size not in ("auto", launched_size):
+            file_key, own_key = f"parallelism_config_{name}_size", f"distributed.{_BY_SIDE[name]}"
+            expected = f"{launched_size}, as {file_key} in the accelerate file"
+            remedy = f"{own_key}=auto, or {file_key}: {size} in the accelerate file"
+            yield Problem(own_key, size, expected, remedy)
     if env.get("ACCELERATE_MIXED_PRECISION") == "bf16" and training.precision == "fp32":
         expected = "bf16, as mixed_precision in the accelerate file"  # `no` is only its default
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
@@ -223,18 +254,55 @@ def _other_than(
         if not same:
             expected = f"auto: gradients are clipped as training.max_grad_norm ({norm}) says"
             yield Problem("gradient_clipping", clipping, expected, "training.max_grad_norm")
-    yield from split_problems(training, world_size(env), model_cut(env, distributed))
+    cut, processes = model_cut(env, distributed), world_size(env)
+    yield from strategy_problems(launched or strategy, processes, cut)
+    yield from split_problems(training, processes, cut)
+
+
+def strategy_problems(strategy: str, processes: int, cut: ModelCut) -> Iterator[Problem]:
+    """Yield why a strategy does not work on models that are cut.
+
+    strategy: as `distributed.strategy`, also auto
+    processes: on all nodes, a multiple of those that hold one model
+    """
+    if cut.processes == 1:
+        return
+    key, named_cut = "distributed.strategy", _in_words(cut)
+    if family(strategy) == "zero":
+        expected = f"ddp, fsdp2 or hsdp with {named_cut}: DeepSpeed shards whole models"
+        yield Problem(key, strategy, expected, f"fsdp2, as in {named.example('fsdp2_tp')}")
+    elif family(strategy) == "fsdp" and processes == cut.tensor * cut.pipeline:
+        expected = f"ddp with {named_cut} on {processes} processes: each holds another part already"
+        remedy = f"ddp, as in {named.example('tp')}, or twice as many processes"
+        yield Problem(key, strategy, expected, remedy)
 
 
 def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> Iterator[Problem]:
     """Yield why the processes cannot be divided into models, or a step's batch among these."""
-    if processes % cut.processes:
-        found = f"{cut.tensor} × {cut.pipeline} × {cut.sequence}"
-        what = "a product of tensor, pipeline and sequence parallelism"
-        expected = f"{what} that divides the {processes} processes"
-        yield Problem("distributed.tensor_parallel", found, expected, f"--processes N × {found}")
-    else:
+    if processes % cut.processes == 0:
         yield from check_batch(training, processes // cut.processes)
+        return
+    sizes = {key: size for key, size in _sizes(cut).items() if size > 1}
+    (key, size), *others = sizes.items()
+    expected = f"a divisor of the {processes} processes"
+    if others:
+        product = " × ".join([str(size), *(f"{other} {n}" for other, n in others)])
+        expected += f", as {product} = {cut.processes} together are to be"
+    near = -(-processes // cut.processes) * cut.processes
+    yield Problem(key, size, expected, f"{near} processes, or other sizes")
+
+
+def _sizes(cut: ModelCut) -> dict[str, int]:
+    """Return the keys that cut a model, each with its size."""
+    return {
+        "distributed.tensor_parallel": cut.tensor,
+        "distributed.pipeline_parallel": cut.pipeline,
+        "distributed.sequence_parallel": cut.sequence,
+    }
+
+
+def _in_words(cut: ModelCut) -> str:
+    return " and ".join(f"{key} = {size}" for key, size in _sizes(cut).items() if size > 1)
 
 
 def _plain() -> str:

@@ -93,6 +93,7 @@ MESH = LaunchSection(
         "parallelism_config_sp_attn_implementation": None,
     },
 )
+STAGES = "parallelism_config_pp_size"  # as some would name it; there is no such key
 SECTIONS = {"fsdp_config": FSDP, "deepspeed_config": DEEPSPEED, "parallelism_config": MESH}
 VARIABLES = {**FSDP.variables, **DEEPSPEED.variables, **MESH.variables}
 # accelerate's defaults for keys that its file does not have.
@@ -268,6 +269,10 @@ def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Itera
     if (mesh := named_mesh(env)) is None:
         return
     key = "parallelism_config"
+    for kind in ("tp", "sp"):
+        if side(env, kind) == 0:
+            name = f"{key}_{kind}_size"
+            yield Problem(name, value(env, name), "a whole number ≥ 1")
     if (ring := side(env, "cp")) != 1:
         expected = "1: it means ring attention, which torch has for GPUs alone, and as a trial"
         remedy = "parallelism_config_sp_size, which exchanges heads for positions"
@@ -275,7 +280,9 @@ def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Itera
     elif named_family(env) == "zero" or (named_family(env) is None and mesh != (1, 1)):
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
         yield Problem(key, None, expected, f"remove it, or {example('hsdp_multinode')}")
-    elif named_family(env) == "fsdp" and math.prod(mesh) * cut.processes != processes:
+    elif named_family(env) is None or processes % cut.processes:
+        return  # of what a model is cut into: `environment` reports it
+    elif math.prod(mesh) * cut.processes != processes:
         found = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
         if cut.processes > 1:
             found += f" × {cut.processes} that hold one model"
@@ -285,6 +292,23 @@ def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Itera
         yield from one_sided(key, mesh)
 
 
+def ignored_problems(values: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the sizes in a file of accelerate that its launcher ignores without a word.
+
+    values: of the whole file
+    """
+    section = values.get("parallelism_config")
+    if not isinstance(section, dict):
+        return
+    if (stages := section.get(STAGES)) is not None:
+        expected = f"no such key: accelerate has none for pipelines, and ignores {STAGES}"
+        yield Problem(STAGES, stages, expected, f"distributed.pipeline_parallel={stages}")
+    sizes = {name: size for name, size in section.items() if isinstance(size, int) and size > 1}
+    if values.get("distributed_type", "NO") == "NO" and sizes.keys() & MESH.variables.keys():
+        expected = "no such section with distributed_type 'NO', which starts one process"
+        yield Problem("parallelism_config", None, expected, example("tp"))
+
+
 def one_sided(key: str, mesh: tuple[int, int]) -> Iterator[Problem]:
     """Yield a problem for HSDP on a mesh with a side of 1, which is really another strategy."""
     replicas, shards = mesh
@@ -292,7 +316,7 @@ def one_sided(key: str, mesh: tuple[int, int]) -> Iterator[Problem]:
     if replicas == 1:
         expected = "at least 2 replicas, one for each node: with 1 there is nothing to replicate"
         yield Problem(key, found, expected, "distributed.strategy=fsdp2 shards over all processes")
-    elif shards == 1:
+    elif shards <= 1:
         expected = "at least 2 processes that share a replica: with 1 nothing is sharded"
         yield Problem(key, found, expected, "distributed.strategy=ddp, which that is")
 

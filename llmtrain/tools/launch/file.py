@@ -16,10 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, DistributedConfig
 from llmtrain.config.yaml12 import parse, write
-from llmtrain.distributed.launch.environment import family, launch_problems
-from llmtrain.distributed.launch.named import SECTIONS, STRATEGIES, example, unsupported_problems
+from llmtrain.distributed.launch.environment import family, launch_problems, model_cut
+from llmtrain.distributed.launch.named import (
+    SECTIONS,
+    STAGES,
+    STRATEGIES,
+    example,
+    ignored_problems,
+    unsupported_problems,
+)
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import write_output
@@ -49,9 +56,10 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
         "LOCAL_WORLD_SIZE": str(on_a_node),
         "ACCELERATE_MIXED_PRECISION": str(values.get("mixed_precision", "no")),
     }
+    kind = values.get("distributed_type", "NO")
     for name, section in SECTIONS.items():
         found = _section(values, name)
-        if found if section.kind is None else values.get("distributed_type") == section.kind:
+        if found and kind != "NO" if section.kind is None else kind == section.kind:
             env[section.switch] = "true"
             for key, value in found.items():
                 if value is not None and (variable := section.variables.get(key)):
@@ -63,6 +71,7 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
 
 def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
     """Yield a problem for what accelerate would ignore in a section, or use only for FSDP1."""
+    yield from ignored_problems(values)
     for name, section in SECTIONS.items():
         found, kind = _section(values, name), section.kind
         if found and kind not in (None, values.get("distributed_type")):
@@ -91,7 +100,7 @@ def _unknown(
         if key in _FSDP1:
             expected = "no such key with fsdp_version 2: it belongs to FSDP1"
             yield Problem(key, value, expected, f"remove it from {section}")
-        elif key not in keys:
+        elif key not in keys and key != STAGES:
             near = [name for name in keys if name.endswith(f"_{key}")]
             near = near or difflib.get_close_matches(key, keys, n=1)
             expected = f"a key of {section} that accelerate knows; it would pass over this one"
@@ -165,7 +174,7 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
     file, problems = parse_launch_file(path, processes)
     env = file.environment
     if config is None:
-        problems += unsupported_problems(env, file.processes)
+        problems += unsupported_problems(env, file.processes, model_cut(env, DistributedConfig()))
     else:
         problems += launch_problems(env, {}, config.distributed, config.training)
     raise_any(problems, str(path))
@@ -281,12 +290,20 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> JsonObje
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
         }
-    if strategy == "hsdp":
-        values["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": hardware.nodes,
-            "parallelism_config_dp_shard_size": hardware.devices_per_node,
-        }
+    if sizes := _mesh(strategy, hardware):
+        prefix = "parallelism_config"
+        values[prefix] = {f"{prefix}_{side}_size": size for side, size in sizes.items()}
     return values
+
+
+def _mesh(strategy: str, hardware: Hardware) -> dict[str, int]:
+    """Return the sides of a mesh that the launch has to name; the config names the pipeline."""
+    cut, replicas = hardware.cut, hardware.nodes if strategy == "hsdp" else 1
+    shards = hardware.groups // replicas
+    cuts = {side: size for side, size in (("tp", cut.tensor), ("sp", cut.sequence)) if size > 1}
+    if strategy == "hsdp":
+        return {"dp_replicate": replicas, "dp_shard": shards, **cuts}
+    return {"dp_shard": shards, **cuts} if cuts and family(strategy) == "fsdp" else cuts
 
 
 def write_launch_file(path: Path, values: JsonObject) -> bool:

@@ -13,12 +13,19 @@ import llmtrain
 from llmtrain.cli.plan_view import plan_lines
 from llmtrain.distributed.engines import accelerator
 from llmtrain.distributed.engines.accelerator import Rates
+from llmtrain.distributed.launch.named import named_strategy, unsupported_problems
 from llmtrain.distributed.plan.memory import PARTS, Hardware
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
-from llmtrain.tools.launch.file import launch_values, read_launch_file, write_launch_file
+from llmtrain.tools.launch.file import (
+    launch_values,
+    read_launch_file,
+    variables_of,
+    write_launch_file,
+)
 from llmtrain.tools.plan import launch_file, plan, table
 from llmtrain.training.start import planning
+from llmtrain.types import ModelCut
 
 GIB = 2**30
 SMALL = """\
@@ -325,6 +332,8 @@ CPU = Hardware(2**33, None, 2, 1, cpu=True)
         ("zero3", "zero3", gpus(8, 80), "bf16"),
         ("zero3_offload", "zero3_offload", gpus(8, 80), "bf16"),
         ("zero3_multinode", "zero3", gpus(8, 80, nodes=2), "bf16"),
+        ("tp", "ddp", gpus(8, 80, cut=ModelCut(tensor=8)), "bf16"),
+        ("fsdp2_tp", "fsdp2", gpus(8, 80, cut=ModelCut(tensor=2)), "bf16"),
     ],
 )
 def test_the_values_are_those_of_the_file_for_the_same_devices(name, strategy, hardware, precision):
@@ -336,6 +345,25 @@ def test_every_shipped_file_is_compared():
     marks = test_the_values_are_those_of_the_file_for_the_same_devices.pytestmark
     compared = {case[0] for case in marks[0].args[1]}
     assert compared == {path.stem for path in FILES.glob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cut", "sides"),
+    [
+        ("fsdp2", ModelCut(pipeline=2), {}),
+        ("fsdp2", ModelCut(2, 2), {"dp_shard": 4, "tp": 2}),
+        ("fsdp2", ModelCut(sequence=2), {"dp_shard": 8, "sp": 2}),
+        ("ddp", ModelCut(2, 2, 2), {"tp": 2, "sp": 2}),
+        ("hsdp", ModelCut(2, 2), {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_a_written_file_names_the_sides_that_a_rank_reads(strategy, cut, sides):
+    values = launch_values(strategy, gpus(8, 80, nodes=2, cut=cut), "bf16")
+    named = {f"parallelism_config_{side}_size": size for side, size in sides.items()}
+    assert values.get("parallelism_config", {}) == named
+    env = variables_of(values, 16)
+    assert list(unsupported_problems(env, 16, cut)) == []
+    assert named_strategy(env) in (strategy, None)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "fsdp2_offload"])

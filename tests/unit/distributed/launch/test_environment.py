@@ -13,16 +13,19 @@ from helpers.config import loaded
 from helpers.ranks import ROOT
 
 from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed.launch import environment
 from llmtrain.distributed.launch.environment import (
     allowed_strategies,
     awaited,
     check_docstrings,
     check_environment,
     launcher_problems,
+    model_cut,
     verify_launch,
     world_size,
 )
 from llmtrain.errors import UserError
+from llmtrain.types import ModelCut
 
 
 def check(env, config):
@@ -371,3 +374,112 @@ def test_every_command_refuses_it_before_anything_else(words):
     assert done.returncode == 2
     assert "PYTHONOPTIMIZE = 2" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def cut_mesh(**sizes):
+    """What a `parallelism_config` with these sides becomes."""
+    named = {f"PARALLELISM_CONFIG_{side.upper()}_SIZE": str(n) for side, n in sizes.items()}
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | named
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides", "cut"),
+    [
+        (TORCHRUN | FOUR | cut_mesh(tp=2), (), ModelCut(tensor=2)),
+        (TORCHRUN | FOUR | cut_mesh(sp=4), (), ModelCut(sequence=4)),
+        (FSDP | FOUR | cut_mesh(dp_shard=2, tp=2), (), ModelCut(tensor=2)),
+        (
+            FSDP | FOUR | cut_mesh(dp_shard=2),
+            ("distributed.pipeline_parallel=2",),
+            ModelCut(pipeline=2),
+        ),
+        (
+            TORCHRUN | FOUR | cut_mesh(tp=2),
+            ("distributed.tensor_parallel=2", "distributed.pipeline_parallel=2"),
+            ModelCut(tensor=2, pipeline=2),
+        ),
+        (
+            TORCHRUN | FOUR | cut_mesh(),
+            ("distributed.tensor_parallel=4",),
+            ModelCut(tensor=4),
+        ),
+        (
+            TORCHRUN,
+            ("distributed.sequence_parallel=2", "distributed.strategy=fsdp2"),
+            ModelCut(sequence=2),
+        ),
+    ],
+)
+def test_a_file_and_the_keys_say_over_how_many_processes_a_model_is_cut(
+    tmp_path, env, overrides, cut
+):
+    config = loaded(tmp_path, "training.global_batch_size=8", *overrides)
+    check(env, config)
+    assert model_cut(env, config.distributed) == cut
+
+
+@pytest.mark.parametrize(
+    ("env", "override", "words"),
+    [
+        (
+            TORCHRUN | FOUR | cut_mesh(tp=2),
+            "distributed.tensor_parallel=4",
+            "2, as parallelism_config_tp_size in the accelerate file",
+        ),
+        (
+            TORCHRUN | FOUR | cut_mesh(tp=4),
+            "distributed.tensor_parallel=1",
+            "4, as parallelism_config_tp_size in the accelerate file",
+        ),
+        (
+            TORCHRUN | FOUR | cut_mesh(sp=2),
+            "distributed.sequence_parallel=4",
+            "2, as parallelism_config_sp_size in the accelerate file",
+        ),
+        (ZERO, "distributed.pipeline_parallel=2", "DeepSpeed shards whole models"),
+        (ZERO, "distributed.tensor_parallel=2", "DeepSpeed shards whole models"),
+        (ZERO, "distributed.sequence_parallel=2", "DeepSpeed shards whole models"),
+        (FSDP, "distributed.tensor_parallel=2", "each holds another part already"),
+        (TORCHRUN, "distributed.tensor_parallel=3", "a divisor of the 2 processes"),
+        ({}, "distributed.pipeline_parallel=2", "a divisor of the 1 processes"),
+    ],
+)
+def test_a_cut_that_does_not_go_with_the_launch_is_refused(tmp_path, env, override, words):
+    key = override.partition("=")[0]
+    found = refused(env, loaded(tmp_path, "training.global_batch_size=8", override))
+    assert list(found) in ([key], ["distributed.strategy"])
+    assert words in "".join(found.values())
+
+
+def test_several_sizes_are_multiplied_for_the_processes(tmp_path):
+    sizes = ("distributed.tensor_parallel=2", "distributed.pipeline_parallel=4")
+    found = refused(TORCHRUN | {"WORLD_SIZE": "12"}, loaded(tmp_path, *sizes))
+    text = found["distributed.tensor_parallel"]
+    assert "2 × distributed.pipeline_parallel 4 = 8" in text
+    assert "16 processes" in text
+
+
+def test_the_batch_is_split_over_the_models(tmp_path):
+    cut = "distributed.tensor_parallel=2"
+    check(TORCHRUN | FOUR, loaded(tmp_path, "training.global_batch_size=2", cut))
+    found = refused(TORCHRUN | FOUR, loaded(tmp_path, "training.global_batch_size=3", cut))
+    assert "2 processes" in found["training.global_batch_size"]
+
+
+@pytest.mark.parametrize("option", [["--config_file", "{}"], ["--config-file={}"]])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_rank_reads_what_its_launcher_ignored(tmp_path, monkeypatch, option, there):
+    file = tmp_path / "launch.yaml"
+    if there:
+        file.write_text(
+            "distributed_type: FSDP\nparallelism_config: {parallelism_config_pp_size: 2}"
+        )
+    command = ["accelerate", "launch", *(word.format(file) for word in option), "train.py"]
+    monkeypatch.setattr(environment, "ancestors", lambda: [({}, ["sh"]), ({}, command)])
+    launched = TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}
+    config = loaded(tmp_path)
+    check(TORCHRUN, config)  # not started by accelerate
+    if there:
+        assert list(refused(launched, config)) == ["parallelism_config_pp_size"]
+    else:
+        check(launched, config)

@@ -13,14 +13,18 @@ from llmtrain.distributed.launch.named import (
     SECTIONS,
     STRATEGIES,
     has_values,
+    hsdp_mesh,
+    ignored_problems,
     named_family,
     named_mesh,
     named_strategy,
+    one_sided,
     unsupported_problems,
     value,
     variable,
 )
 from llmtrain.tools.launch.file import launch_values, variables_of
+from llmtrain.types import ModelCut
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
@@ -29,6 +33,7 @@ OPTIMIZER = "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"
 PARAM = "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"
 INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+TENSOR, PIPELINE = "parallelism_config_tp_size", "parallelism_config_pp_size"
 JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
@@ -74,6 +79,10 @@ REFUSED = {
     "a mesh that shards nothing": (FSDP | mesh(4, 1), {"parallelism_config"}),
     "a mesh of no numbers": (FSDP | mesh(2, -1), {"parallelism_config"}),
     "a mesh without FSDP": (mesh(2, 2), {"parallelism_config"}),
+    "tensor parallel of no number": (
+        mesh(tp="two", sp=-1),
+        {"parallelism_config_tp_size", "parallelism_config_sp_size"},
+    ),
     "a mesh of DeepSpeed": (ZERO | mesh(2, 2), {"parallelism_config"}),
     "stage 0": (ZERO | {STAGE: "0"}, {"zero_stage"}),
     "stage 4": (ZERO | {STAGE: "4"}, {"zero_stage"}),
@@ -119,6 +128,58 @@ def test_fsdp1_is_told_why():
     text = str(next(iter(unsupported_problems(FSDP | {"FSDP_VERSION": "1"}, 2))))
     assert "flat tensor" in text
     assert "fsdp_version: 2" in text
+
+
+@pytest.mark.parametrize(
+    ("env", "cut"),
+    [
+        (FSDP | mesh(1, 2, tp=2), ModelCut(tensor=2)),
+        (FSDP | mesh(1, 2), ModelCut(pipeline=2)),
+        (FSDP | mesh(1, 2, sp=2), ModelCut(sequence=2)),
+        (mesh(tp=2), ModelCut(tensor=2)),
+        (mesh(sp=4), ModelCut(sequence=4)),
+    ],
+)
+def test_a_mesh_of_models_that_are_cut_is_that_of_the_processes(env, cut):
+    assert list(unsupported_problems(env, 4, cut)) == []
+
+
+def test_a_mesh_of_other_processes_is_told_how_many_hold_a_model():
+    (problem,) = unsupported_problems(FSDP | mesh(1, 4, tp=2), 4, ModelCut(tensor=2))
+    assert problem.value == "dp_replicate_size 1 × dp_shard_size 4 × 2 that hold one model"
+
+
+def test_hsdp_shards_over_what_a_node_holds_of_each_part():
+    two_nodes = {"LOCAL_WORLD_SIZE": "8"}
+    assert hsdp_mesh(two_nodes, 16, ModelCut(tensor=2)) == (2, 4)
+    assert hsdp_mesh(two_nodes, 16, ModelCut(tensor=2, pipeline=4)) == (2, 1)
+    assert hsdp_mesh(mesh(2, 2, sp=2) | two_nodes, 16, ModelCut(tensor=2, sequence=2)) == (2, 4)
+    (problem,) = one_sided("distributed.strategy", hsdp_mesh(two_nodes, 16, ModelCut(16)))
+    assert "2 × 0 processes" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "said"),
+    [
+        (
+            {"distributed_type": "FSDP", "parallelism_config": {PIPELINE: 2}},
+            PIPELINE,
+            "distributed.pipeline_parallel=2",
+        ),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "parallelism_config", "tp"),
+        (
+            {"distributed_type": "NO", "parallelism_config": {"parallelism_config_tp_size": 1}},
+            "",
+            "",
+        ),
+        ({"distributed_type": "MULTI_GPU", "parallelism_config": None}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_what_accelerate_ignores_of_a_file_is_refused_by_name(values, key, said):
+    found = {problem.key: str(problem) for problem in ignored_problems(values)}
+    assert list(found) == ([key] if key else [])
+    assert said in "".join(found.values())
 
 
 def test_a_mesh_without_shards_is_told_what_it_is():

@@ -52,6 +52,8 @@ def refused(folder, text, processes=None):
         ("zero3", 8, 1),
         ("zero3_offload", 8, 1),
         ("zero3_multinode", 16, 2),
+        ("tp", 8, 1),
+        ("fsdp2_tp", 8, 1),
     ],
 )
 def test_the_files_of_the_repository_start_what_they_say(tmp_path, name, processes, machines):
@@ -68,8 +70,9 @@ def test_every_file_of_the_repository_names_its_strategy():
         for path in FILES.glob("*.yaml")
     }
     assert strategies == {
-        **dict.fromkeys(("cpu", "single", "ddp", "ddp_multinode")),
+        **dict.fromkeys(("cpu", "single", "ddp", "ddp_multinode", "tp")),
         "fsdp2": "fsdp2",
+        "fsdp2_tp": "fsdp2",
         "fsdp2_offload": "fsdp2_offload",
         "hsdp_multinode": "hsdp",
         "zero2": "zero2",
@@ -119,6 +122,16 @@ def test_a_number_of_processes_replaces_that_of_the_file(tmp_path):
         (TWO + "mixed_precision: fp8\n", None, {"mixed_precision"}),
         (
             TWO + "parallelism_config: {parallelism_config_dp_shard_size: 2}\n",
+            None,
+            {"parallelism_config"},
+        ),
+        (
+            TWO + "parallelism_config: {parallelism_config_pp_size: 2}\n",
+            None,
+            {"parallelism_config_pp_size"},
+        ),
+        (
+            ONE + "parallelism_config: {parallelism_config_tp_size: 2}\n",
             None,
             {"parallelism_config"},
         ),
