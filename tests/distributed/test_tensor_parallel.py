@@ -1,0 +1,84 @@
+"""Models whose matrices are cut over processes train as on one process, and as every checkpoint."""
+
+import json
+
+import pytest
+import torch
+
+CASES = (
+    "llama",
+    "llama double",
+    "llama documents",
+    "llama logits",
+    "llama z_loss",
+    "qwen3",
+    "qwen3 double",
+    "gemma2",
+    "mistral checkpointing",
+    "phi",
+    "olmo2",
+)
+
+
+def launch(server, folder, world_size, cases, strategy="ddp", tensor=1, **env):
+    folder.mkdir(exist_ok=True)
+    output = folder / "result.json"
+    call = ["call", "helpers.cut", "work", str(output), json.dumps(cases), strategy, str(tensor)]
+    codes = server.run(call, world_size, folder, env)
+    assert codes == [0] * world_size, (folder / "output.txt").read_text()
+    return json.loads(output.read_text())
+
+
+def same(found, expected, case):
+    loss, norm = (1e-12, 1e-12) if "double" in case else (1e-6, 1e-5)
+    assert found["losses"] == pytest.approx(expected["losses"], abs=loss, rel=0)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=norm)
+    assert found["each"] == pytest.approx(expected["each"], abs=1e-5)
+    assert found["logits"] == pytest.approx(expected["logits"], abs=1e-5)
+    assert found["tied"] == expected["tied"]
+    assert found["unlike"] == []
+    assert found["replicas"] == {}
+    assert found["losses"][0] != found["losses"][-1]
+
+
+def test_two_processes_that_share_each_matrix_train_as_one(server, tmp_path):
+    expected = launch(server, tmp_path / "one", 1, CASES)
+    found = launch(server, tmp_path / "two", 2, CASES, tensor=2)
+    for case in CASES:
+        same(found[case], expected[case], case)
+        assert found[case]["held"] < 0.52 * expected[case]["held"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.wide)])
+def test_groups_of_two_train_as_one_process_beside_data_parallelism(server, tmp_path, strategy):
+    cases = ("llama", "qwen3", "llama documents")
+    expected = launch(server, tmp_path / "one", 1, cases)
+    found = launch(server, tmp_path / "four", 4, cases, strategy, tensor=2)
+    for case in cases:
+        same(found[case], expected[case], case)
+        if strategy == "fsdp2":
+            assert found[case]["held"] < 0.3 * expected[case]["held"]
+
+
+@pytest.mark.slow
+def test_eight_processes_train_as_one_under_hsdp(server, tmp_path):
+    expected = launch(server, tmp_path / "one", 1, ("llama", "qwen3"))
+    mesh = {"LOCAL_WORLD_SIZE": "4"}
+    found = launch(server, tmp_path / "eight", 8, ("llama", "qwen3"), "hsdp", 2, **mesh)
+    for case, numbers in expected.items():
+        same(found[case], numbers, case)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_columns_become_whole_rows_which_are_written_once(server, tmp_path, world_size):
+    output = tmp_path / "result.json"
+    codes = server.run(["call", "helpers.cut", "exchange", str(output)], world_size, tmp_path)
+    assert codes == [0] * world_size, (tmp_path / "output.txt").read_text()
+    every = json.loads(output.read_text())
+    for key in every[0]:
+        rows, columns = map(int, key.split())
+        whole = torch.zeros(rows * columns)
+        for start, values in (piece for one in every for piece in one[key]):
+            assert not whole[start : start + len(values)].any()
+            whole[start : start + len(values)] = torch.tensor(values)
+        assert torch.equal(whole, torch.arange(1.0, rows * columns + 1))
