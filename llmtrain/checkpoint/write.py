@@ -129,15 +129,19 @@ def begin(
     return OpenSave(root, step, run_id, places, sizes, extents, started)
 
 
-def write_pieces(begun: OpenSave, pieces: Iterable[Piece]) -> Extents:
+def write_pieces(begun: OpenSave, pieces: Iterable[Piece], share: int | None = None) -> Extents:
     """Write this rank's ranges and make them durable. Returns what was written, with digests.
 
-    It does not wait for other ranks and may run in any thread. Raises OSError if the disk fails,
-    ValueError for a piece that is not in the spec.
+    share: about how many bytes the pieces have, if each is made when it is asked for; None = they
+        are views of memory that is held anyway, and are counted
+
+    It may run in any thread, and does not wait for other ranks, unless making a piece does. Raises
+    OSError if the disk fails, ValueError for a piece that is not in the spec.
     """
-    own = list(pieces)  # views: nothing is copied
-    share = sum(piece.data.nbytes for piece in own)
-    return write_blocks(begun, _cut(begun, own), share)
+    if share is None:
+        pieces = list(pieces)
+        share = sum(piece.data.nbytes for piece in pieces)
+    return write_blocks(begun, _cut(begun, pieces), share)
 
 
 def write_blocks(begun: OpenSave, blocks: Iterable[WriteChunk], share: int) -> Extents:

@@ -18,7 +18,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.agreement import captured, from_rank_zero, gathered, on_rank_zero
@@ -27,6 +27,7 @@ from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.distributed.engines.state import bytes_of
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import DISK_FAILED, RunError
 from llmtrain.metrics import memory
@@ -155,12 +156,16 @@ def _begin(
     return begun, cursors
 
 
-def _write(run: Run, begun: write.OpenSave, pieces: Iterable[Piece]) -> Written:
+def _write(run: Run, begun: write.OpenSave, pieces: Iterator[Piece]) -> Written:
     """Write this rank's part in line."""
+    tensor = run.processes.launched.cut.tensor
+    share = bytes_of(run.built.spec) // tensor if tensor > 1 else None
     if run.checkpoints.sent:
         outcome = captured(lambda: write.collect_pieces(begun, pieces, run.ranks))
     else:
-        outcome = captured(lambda: write.write_pieces(begun, pieces))
+        outcome = captured(lambda: write.write_pieces(begun, pieces, share))
+    for _ in pieces:  # if this rank has failed, others still wait for its columns
+        continue
     return outcome.error, {} if outcome.error else outcome.result()
 
 
