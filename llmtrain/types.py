@@ -80,6 +80,7 @@ class MicroBatch(TypedDict, total=False):
     max_length: int
     seq_idx: torch.Tensor
     real: torch.Tensor
+    in_parts: bool
 
 
 # Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
@@ -360,7 +361,7 @@ class RankLayout:
     that these count once, one process of the group tells what all of them have read.
 
     data_rank, data_size: number of its group, and how many groups share the blocks of a step
-    sequence_rank: number of its part of each row
+    sequence_rank, sequence_size: number of its part of each row, and how many parts there are
     stage: number of its part of the model's blocks, and last_stage: whether it is the last one
     tensor_rank: number of its part of each matrix
     replicas: how many processes hold the same part of the model, and have gradients to add up
@@ -372,12 +373,23 @@ class RankLayout:
     data_rank: int
     data_size: int
     sequence_rank: int
+    sequence_size: int
     stage: int
     last_stage: bool
     tensor_rank: int
     replicas: int
     leads: bool
     tells_loss: bool
+
+    @property
+    def own_draws(self) -> int:
+        """The number of what it draws in a step; other positions are to have other draws."""
+        return self.data_rank * self.sequence_size + self.sequence_rank
+
+    def positions(self, width: int) -> slice:
+        """Return which positions of a row it computes. width: of a row, a multiple of its parts"""
+        share = width // self.sequence_size
+        return slice(self.sequence_rank * share, (self.sequence_rank + 1) * share)
 
 
 def rank_layout(rank: int, world_size: int, cut: ModelCut = WHOLE) -> RankLayout:
@@ -396,6 +408,7 @@ def rank_layout(rank: int, world_size: int, cut: ModelCut = WHOLE) -> RankLayout
         data_rank,
         world_size // cut.processes,
         sequence_rank,
+        cut.sequence,
         stage,
         last_stage,
         tensor_rank,

@@ -160,7 +160,7 @@ def install(
     or `eager`.
     """
     name = NAME
-    if reason := _why_not(model, seq_len, compare=compare):
+    if reason := why_not(model, seq_len, compare=compare):
         name = backend(model)
         if tell:
             _log.info("attention: transformers' %s, as %s", name, reason)
@@ -168,10 +168,17 @@ def install(
     return name
 
 
-def use(model: PreTrainedModel, name: str) -> None:
-    """Let a model, which may be on meta, use the attention that `install` has returned for it."""
+def use(
+    model: PreTrainedModel,
+    name: str,
+    ours: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
+) -> None:
+    """Let a model, which may be on meta, use the attention that `install` has returned for it.
+
+    ours: takes the place of our function, in all models of this process; None = nothing does
+    """
     rope_by_document(model)
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(NAME, ours or attention)
     if name == NAME:
         model.set_attn_implementation(NAME)
 
@@ -335,6 +342,8 @@ def model_keywords(
     cu_seq_lens: Tensor | None = None,
     max_length: int | None = None,
     seq_idx: Tensor | None = None,
+    *,
+    in_parts: bool = False,
 ) -> dict[str, Any]:
     """Return the keywords that a transformers model passes on to its attention.
 
@@ -349,6 +358,8 @@ def model_keywords(
         keywords |= {"max_length_q": max_length, "max_length_k": max_length}
     if seq_idx is not None:
         keywords["seq_idx"] = seq_idx
+    if in_parts:
+        keywords["in_parts"] = True
     return keywords
 
 
@@ -369,7 +380,7 @@ def _unequal_heads(model_config: PreTrainedConfig) -> Iterator[Problem]:
         yield Problem(key, shared, expected, "" if path else f"{key}={heads}")
 
 
-def _why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
+def why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     """Return why the model must keep its own attention; "" if ours computes the same.
 
     It runs forwards on a few tokens with both. They are too short to show masks with a window or
@@ -517,6 +528,19 @@ def padding_tensors(
     if routed:
         tensors["real"] = on_device(device, np.flatnonzero(real))
     return tensors
+
+
+def in_parts(row: MicroBatch, own: slice) -> MicroBatch:
+    """Return the arguments of `LossModule.forward` for some positions of rows.
+
+    row: those for these positions, without their places; but position_ids, if any, of whole rows
+    own: which positions of the rows they are
+    """
+    ids = row["input_ids"]
+    positions = row.get("position_ids")
+    if positions is None:
+        positions = torch.arange(own.stop, device=ids.device).expand(len(ids), -1)
+    return row | {"position_ids": positions[:, own], "in_parts": True}
 
 
 def round_up(longest: int, seq_len: int) -> int:

@@ -231,6 +231,7 @@ class LossModule(nn.Module):
         trained: Tensor | None = None,
         real: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        in_parts: bool = False,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -245,6 +246,9 @@ class LossModule(nn.Module):
         seq_idx: (1, B·T) int32, the number of each position's document; only for joined rows.
         real: (n,) int64, the positions in the flat rows that are not padding; None = all. Only they
             count in the loss of a router.
+        in_parts: whether the rows are this process's parts of longer rows, whose attention several
+            processes compute together: T positions of them, at `position_ids`. The borders of
+            documents are then those in the whole rows.
 
         Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
         of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
@@ -253,7 +257,8 @@ class LossModule(nn.Module):
         Where a model has a router loss and is trained, `router_loss` is it afterwards, times its
         coefficient and the number of trained tokens: () fp32, in the unit of the sum.
         """
-        keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx)
+        documents = (position_ids, cu_seq_lens, max_length, seq_idx)
+        keywords = model_keywords(*documents, in_parts=in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
             input_ids = input_ids.reshape(position_ids.shape)
         if self.head is None or all_logits:

@@ -24,12 +24,12 @@ from llmtrain import faults, system
 from llmtrain.data.heldout import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.hashing import mix
-from llmtrain.model.attention import on_device
+from llmtrain.model.attention import in_parts, on_device
 from llmtrain.model.compile import uncompiled
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import flags, hide, padding_keywords, shown, target_keywords
-from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch, Sample
+from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch, RankLayout, Sample
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -58,7 +58,7 @@ def evaluate(run: Run) -> Evaluation | None:
             if stops:
                 run.due.ask(stops)
                 return None
-            how = (run.device, run.model, partial(shown, run), hidden)
+            how = (run.device, layout, run.model, partial(shown, run), hidden)
             scored.append(score_blocks(heldout, blocks, seq_len, *how))
     total = reduce(torch.add, scored)
     told = total if layout.tells_loss else torch.zeros_like(total)
@@ -82,12 +82,14 @@ def score_blocks(
     blocks: Sequence[int],
     seq_len: int,
     device: torch.device,
+    layout: RankLayout,
     model: Callable[..., Tensor],
     shown: Callable[[np.ndarray], int],
     hidden: Callable[[np.ndarray, Sequence[np.ndarray]], MicroBatch],
 ) -> Tensor:
     """Return Σ nll in nats and tokens, of all documents, then of each source, if there are several.
 
+    layout: says which positions of each row are scored here
     model: called as `LossModule.forward`
     shown: returns how many positions of rows with these labels the model is shown
     hidden: returns the keywords that hide padding or other documents, by labels and starts
@@ -96,13 +98,14 @@ def score_blocks(
     """
     ids, labels, starts = zip(*(heldout.block(g, seq_len) for g in blocks), strict=True)
     width = shown(np.stack(labels))
-    wanted = np.stack(labels)[:, :width]
-    given: MicroBatch = {"input_ids": on_device(device, np.stack(ids)[:, :width].astype(np.int64))}
-    targets = target_keywords(wanted, device, whole=False)
-    each = model(each=True, **(given | targets | hidden(wanted, starts)))
+    wanted, own = np.stack(labels)[:, :width], layout.positions(width)
+    given: MicroBatch = {"input_ids": on_device(device, np.stack(ids)[:, own].astype(np.int64))}
+    targets = target_keywords(wanted[:, own], device, whole=False)
+    row = given | targets | hidden(wanted, starts)
+    each = model(each=True, **(row if layout.sequence_size == 1 else in_parts(row, own)))
     if len(heldout.parts) < 2:
         return totals(each, targets["labels"])
-    owners = np.stack([heldout.block_parts(g, seq_len)[:width] for g in blocks])
+    owners = np.stack([heldout.block_parts(g, seq_len)[own] for g in blocks])
     return by_source(each, targets["labels"], on_device(device, owners), len(heldout.parts))
 
 

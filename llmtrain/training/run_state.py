@@ -128,7 +128,7 @@ def _encode(value: object) -> bytes:
 
 def count_documents(run: Run) -> Counts:
     """Return source → event (dropped, replaced, …) → count for the whole run; {} on ranks > 0."""
-    heard = gathered(run.ranks, run.feed.counts)
+    heard = gathered(run.ranks, run.feed.counts if run.layout.leads else {})
     return _add(run.data.state.counts, heard) if heard else {}
 
 

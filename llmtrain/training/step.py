@@ -17,7 +17,13 @@ from llmtrain.distributed.engines import engine
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.hashing import mix, splitmix64
 from llmtrain.model import attention
-from llmtrain.model.attention import document_tensors, needed_rows, on_device, padding_tensors
+from llmtrain.model.attention import (
+    document_tensors,
+    in_parts,
+    needed_rows,
+    on_device,
+    padding_tensors,
+)
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
 
@@ -27,7 +33,7 @@ _DRAWS = 7  # a stream of `mix`
 def begin(run: Run, step: int) -> None:
     """Start the clock of a step, seed its draws, keep the state to restore if its data fails."""
     faults.hit("loop.step", step=step)
-    seed_generators(run.device, run.config.run.seed, run.layout.data_rank, step)
+    seed_generators(run.device, run.config.run.seed, run.layout.own_draws, step)
     run.feed.begin(step)
     run.meter.begin(step)
     run.signals.begin()
@@ -35,13 +41,13 @@ def begin(run: Run, step: int) -> None:
         run.log.profile.begin(step)
 
 
-def seed_generators(device: torch.device, seed: int, data_rank: int, step: int) -> None:
+def seed_generators(device: torch.device, seed: int, own_draws: int, step: int) -> None:
     """Seed dropout and whatever else draws in a step, on the host and on the device.
 
     What is drawn depends on nothing before the step, so there is no state to save, and a resumed
-    run draws what an uninterrupted one does. Data ranks draw other numbers, as for other blocks.
+    run draws what an uninterrupted one does. Ranks with other blocks or positions draw others.
     """
-    key = splitmix64(_stream(seed, data_rank) ^ step)
+    key = splitmix64(_stream(seed, own_draws) ^ step)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from
     torch.default_generator.manual_seed(key)  # `torch.manual_seed` asks for every kind of device
@@ -50,8 +56,8 @@ def seed_generators(device: torch.device, seed: int, data_rank: int, step: int) 
 
 
 @lru_cache(1)
-def _stream(seed: int, data_rank: int) -> int:
-    return mix(seed, _DRAWS, data_rank)
+def _stream(seed: int, own_draws: int) -> int:
+    return mix(seed, _DRAWS, own_draws)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:
@@ -97,35 +103,47 @@ def _scale(ranks: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
-    """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device."""
+    """Return the keywords of `LossModule.forward` for each micro-batch, tensors on the device.
+
+    Where processes share each row, they are those of this process's positions.
+    """
     ids = on_device(run.device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
     if run.data.manifest.packing == "single":
         return [_padded(run, ids[part], batch.labels[part]) for part in parts]
+    layout, labels = run.layout, batch.labels
+    if shared := layout.sequence_size > 1:
+        own = layout.positions(labels.shape[1])
+        ids, labels = ids[:, own], labels[:, own]
     rows: list[MicroBatch] = [
-        {"input_ids": ids[part]} | target_keywords(batch.labels[part], run.device, whole=whole)
+        {"input_ids": ids[part]} | target_keywords(labels[part], run.device, whole=whole)
         for part in parts
     ]
-    if batch.starts is None:  # documents may attend to each other
-        return rows
-    return [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+    if batch.starts is not None:  # else documents may attend to each other
+        rows = [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+    return [in_parts(row, own) for row in rows] if shared else rows
 
 
 def _padded(run: Run, ids: Tensor, labels: np.ndarray) -> MicroBatch:
     """Return the keywords of a micro-batch with a document a row, cut behind the longest."""
     width = shown(run, labels)
-    labels = labels[:, :width]
-    targets = target_keywords(labels, run.device, whole=False)
-    return {"input_ids": ids[:, :width]} | targets | padding_keywords(run, labels)
+    labels, own = labels[:, :width], run.layout.positions(width)
+    targets = target_keywords(labels[:, own], run.device, whole=False)
+    row = {"input_ids": ids[:, own]} | targets | padding_keywords(run, labels)
+    return row if run.layout.sequence_size == 1 else in_parts(row, own)
 
 
 def shown(run: Run, labels: np.ndarray) -> int:
     """Return how many positions of these rows the model is shown. labels: (B, T) int64"""
     if run.data.manifest.packing != "single":
         return int(labels.shape[1])
-    return needed_rows(labels, compiled=run.built.compiled != "off")
+    width, parts = (
+        needed_rows(labels, compiled=run.built.compiled != "off"),
+        run.layout.sequence_size,
+    )
+    return -(-width // parts) * parts
 
 
 def padding_keywords(run: Run, labels: np.ndarray) -> MicroBatch:

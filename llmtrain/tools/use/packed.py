@@ -37,7 +37,7 @@ from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import result, rounds_of, score_blocks
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
-from llmtrain.types import Evaluation, JsonMapping, MicroBatch
+from llmtrain.types import Evaluation, JsonMapping, MicroBatch, rank_layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,13 +158,14 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
                 return padding_tensors(labels, device, by_length=by_length, routed=False)
             return {}
 
-        scored = []
+        scored, alone = [], rank_layout(0, 1)
         for rank in range(world_size):
             rounds = rounds_of(held, seq_len, rank, world_size, measured.micro_batch_size)
             own = []
             for number, blocks in enumerate(rounds, rank * len(rounds)):
                 told(number, world_size * len(rounds))
-                own.append(score_blocks(held, blocks, seq_len, device, cast, shown, hidden))
+                how = (device, alone, cast, shown, hidden)
+                own.append(score_blocks(held, blocks, seq_len, *how))
             scored.append(reduce(torch.add, own))
     found = result(reduce(torch.add, scored).tolist(), held)
     return replace(found, seconds=time.perf_counter() - start)

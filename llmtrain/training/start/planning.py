@@ -25,7 +25,7 @@ from llmtrain.checkpoint.candidates import is_foreign
 from llmtrain.config.checks import strategies_with, strategy_problem, unsplit
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
-from llmtrain.distributed.engines import zero
+from llmtrain.distributed.engines import sequence, zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family, model_cut
 from llmtrain.distributed.plan import memory
@@ -90,6 +90,7 @@ def describe(
         special = tokens_of(config, run_dir, base)
         found = model_config(config.model, special, config.data.seq_len, base)
     _check_depth(found, hardware)
+    raise_any(sequence.problems(config, found, hardware.cut))
     begun = run_dir if run_dir is not None and _has_begun(run_dir) else None
     tokens = frozen.trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
     adapter = frozen.resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
@@ -247,6 +248,11 @@ def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
     allowed = strategies_with(config.optimizer.name, launched)
     if not allowed:
         raise UserError(strategy_problem(config.optimizer.name, launched[0]))
+    if model_cut(env, config.distributed).processes > 1:
+        allowed = tuple(name for name in allowed if family(name) != "zero")
+        if not allowed:
+            expected = "ddp, fsdp2 or hsdp where processes share a model: DeepSpeed is not tried so"
+            raise UserError(Problem("distributed.strategy", launched[0], expected, "fsdp2"))
     if config.adapter.kind != "qlora":
         return allowed
     if "ddp" not in allowed:

@@ -37,12 +37,21 @@ from torch import Tensor, nn
 from llmtrain import system
 from llmtrain.agreement import agreed
 from llmtrain.data.manifest import DataManifest
+from llmtrain.distributed.engines import sequence
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family
-from llmtrain.errors import Problem, UserError
+from llmtrain.distributed.ranks import lost_peer
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.metrics import memory
 from llmtrain.model import attention
-from llmtrain.model.attention import JOINED, STEP, backend, document_tensors, model_keywords
+from llmtrain.model.attention import (
+    JOINED,
+    STEP,
+    backend,
+    document_tensors,
+    in_parts,
+    model_keywords,
+)
 from llmtrain.model.compile import uncompiled
 from llmtrain.model.count import by_layer, shorten
 from llmtrain.model.loss import made_up_batch
@@ -86,13 +95,8 @@ def hiding_attention(
     """
     if not manifest.document_mask:
         return None
-    device = launched.device
-    if family(launched.strategy) == "ddp":
-        forward = bare_forward(model, device, precision)
-    else:
-        forward = partial(prepared, all_logits=True)
-
-    tried = (model, forward, device, precision, manifest.seq_len)
+    forward = _forward(model, prepared, precision, launched)
+    tried = (model, forward, launched.device, precision, manifest.seq_len)
 
     def check() -> str | None:
         with launched.engine.evaluating(), uncompiled():  # its shapes never come again
@@ -102,6 +106,59 @@ def hiding_attention(
             return None
 
     return agreed(launched.ranks, check)
+
+
+def _forward(
+    model: PreTrainedModel, prepared: nn.Module, precision: str, launched: Launched
+) -> Forward:
+    """Return the forward of a whole model, or where ranks have parts of it that of all of them."""
+    if family(launched.strategy) == "ddp":
+        return bare_forward(model, launched.device, precision)
+    return partial(prepared, all_logits=True)
+
+
+def check_parts(
+    model: PreTrainedModel,
+    prepared: nn.Module,
+    manifest: DataManifest,
+    precision: str,
+    launched: Launched,
+) -> None:
+    """Raise UserError unless processes can share the rows of a model. Arguments as above."""
+    with launched.engine.evaluating(), uncompiled():
+        forward = _forward(model, prepared, precision, launched)
+        reason = _why_not_in_parts(model, forward, precision, launched, manifest.seq_len)
+    agreed(launched.ranks, lambda: raise_any(sequence.refusal(reason, launched.cut)))
+
+
+def _why_not_in_parts(
+    model: PreTrainedModel, forward: Forward, precision: str, launched: Launched, seq_len: int
+) -> str:
+    """Return why processes cannot share the rows of a model; "" if they can. Collective.
+
+    model: the bare model, in evaluation mode without gradients; its attention exchanges
+    forward: as for `check_documents_apart`
+
+    The logits of parts of rows, each at its positions, are compared with those of whole rows.
+    """
+    kind, original = attention.rope_change(model) or ("", seq_len)
+    if seq_len > original:
+        return f"beyond {original} positions its {kind} rope depends on the length of a document"
+    layout, vocabulary = launched.layout, model.config.get_text_config().vocab_size
+    size = min(seq_len, max(1, _TOKENS // layout.sequence_size) * layout.sequence_size)
+    ids, own = made_up_batch(2, size, vocabulary, launched.device), layout.positions(size)
+    with keeping_buffers(model):
+        try:
+            whole = forward(ids)[:, own]
+            part = forward(**in_parts({"input_ids": ids[:, own]}, own))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if lost_peer(error):
+                raise
+            return f"its code fails: {type(error).__name__}: {first_line(error)}"
+    most, wrong = float(whole.abs().max()), float((part - whole).abs().max())
+    if wrong <= _BOUNDS[precision][0] * most:
+        return ""
+    return f"its logits differ by {wrong / most:.1e} of the largest from those of whole rows"
 
 
 def find_hiding(
@@ -366,14 +423,17 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
 
 def _pass(trial: Trial, rows: int, *, last: bool) -> None:
     engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
-    ids = made_up_batch(rows, seq_len, trial.vocabulary, device)
+    layout = trial.launched.layout
+    own = layout.positions(seq_len)
+    ids = made_up_batch(rows, seq_len, trial.vocabulary, device)[:, own]
     halves = [np.array([0, seq_len // 2])] * rows
     documents: MicroBatch = {}
     if trial.hiding:
         name, compiled = trial.hiding, trial.compiled
         documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
+    row: MicroBatch = {"input_ids": ids, "labels": ids, "all_trained": True, **documents}
     with engine.micro(last=last):
-        loss = trial.model(input_ids=ids, labels=ids, all_trained=True, **documents)
+        loss = trial.model(**(row if layout.sequence_size == 1 else in_parts(row, own)))
         engine.backward(loss, torch.ones((), device=device))
 
 
@@ -399,20 +459,49 @@ def why_apart(config: PreTrainedConfig, seq_len: int) -> str:
     key = f"{seq_len} {config.to_json_string()}"
     if key in _known:
         return _known[key]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = small_model(config)
-    seen = ""
+    seen, model = "", _tried(config, seq_len)
     if model is not None:
-        attention.install(model, seq_len, tell=False)
-        model.eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(_SPREAD)
             seen = what_is_seen(model, bare_forward(model, _CPU, "fp32"), _CPU, "fp32", seq_len)
     _known[key] = seen
     return seen
+
+
+def check_small_parts(config: PreTrainedConfig, launched: Launched, seq_len: int) -> None:
+    """Raise UserError unless processes can share the rows of a small model like it. Collective.
+
+    config: of transformers; it is not changed
+
+    A model that cannot be built small is tried only when it is loaded.
+    """
+    model, device, group = _tried(config, seq_len), launched.device, launched.groups.sequence
+    if model is None or group is None:
+        return
+    if backend(model) == attention.NAME:
+        attention.use(model, attention.NAME, sequence.exchanged(attention.attention, group))
+        forward = bare_forward(model.to(device), device, "fp32")
+        with torch.no_grad():
+            reason = _why_not_in_parts(model, forward, "fp32", launched, seq_len)
+    else:
+        reason = attention.why_not(model, seq_len, compare=True)
+    agreed(launched.ranks, lambda: raise_any(sequence.refusal(reason, launched.cut)))
+
+
+def _tried(config: PreTrainedConfig, seq_len: int) -> PreTrainedModel | None:
+    """Return a small random model, on whose logits earlier tokens have much influence.
+
+    None as `small_model`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = small_model(config)
+    if model is not None:
+        attention.install(model, seq_len, tell=False)
+        with torch.no_grad():
+            for parameter in model.eval().parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(_SPREAD)
+    return model
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:

@@ -25,7 +25,7 @@ from llmtrain.checkpoint.files import check_room
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import DataManifest
-from llmtrain.distributed.engines import fsdp, state as tensors
+from llmtrain.distributed.engines import fsdp, sequence, state as tensors
 from llmtrain.distributed.launch.environment import family
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, shape
@@ -87,9 +87,14 @@ def build_model(
     root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
     room = (root, config.checkpoint, config.total_steps, size, len(spec) + _SMALL_FILES)
     on_rank_zero(launched.ranks, lambda: check_room(*room, processes.run_id))
+    if (group := launched.groups.sequence) is not None:
+        ours = sequence.exchanged(attention.attention, group)
+        attention.use(built.bare, attention.backend(built.bare), ours)
     prepared = _prepare(built, processes, optimizer, config.training.z_loss)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
+    if group is not None:
+        trials.check_parts(built.bare, prepared, data, precision, launched)
     hiding = trials.hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
     seq_len, is_compiled = config.data.seq_len, compiled != "off"
@@ -144,6 +149,8 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
         on_rank_zero(ranks, lambda: frozen.check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
+    if launched.groups.sequence is not None:
+        trials.check_small_parts(described, launched, config.data.seq_len)
     asked = frozen.asked_kernel(config.training, config.run_dir)
 
     def load() -> tuple[PreTrainedModel, Head | str]:

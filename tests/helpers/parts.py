@@ -1,0 +1,109 @@
+"""Updates of several models on made-up blocks with uneven masks, whose rows processes may share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from helpers.updates import run_of, with_loss
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.distributed.engines import sequence
+from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
+from llmtrain.distributed.engines.engine import TorchEngine
+from llmtrain.model import attention
+from llmtrain.model.shape import apply_checkpointing
+from llmtrain.training.optimizer import make_optimizer
+from llmtrain.training.step import update
+from llmtrain.types import Batch
+
+STEPS, ROWS, MICRO, SEQ_LEN, VOCABULARY = 20, 8, 2, 24, 67
+RATE = 2e-3
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+# Name → type, other fields, recomputed activations, whether documents are hidden.
+CASES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
+    "llama": ("llama", {}, "none", False),
+    "llama, documents": ("llama", {"tie_word_embeddings": True}, "none", True),
+    "qwen3, one head of keys": ("qwen3", {"num_key_value_heads": 1, "head_dim": 8}, "none", True),
+    "gpt2": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "none", True),
+    "mistral, recomputed": ("mistral", {"sliding_window": None}, "full", True),
+}
+
+
+def train(output: str, strategy: str, size: str, *names: str) -> None:
+    """On every rank: STEPS updates of each case; rank 0 writes the loss and norm of each.
+
+    size: of a group that shares rows
+    """
+    asked = DistributedConfig(timeout_minutes=2.0, sequence_parallel=int(size))
+    launched = make_accelerator(strategy, "fp32", asked)
+    found = {}
+    for name in names or CASES:
+        engine = TorchEngine(
+            launched.accelerator, launched.sharding, launched.layout, launched.groups
+        )
+        found[name] = _updates(replace(launched, engine=engine), *CASES[name])
+    if launched.ranks.rank == 0:
+        Path(output).write_text(json.dumps(found))
+    close()
+
+
+def _updates(
+    launched: Launched, kind: str, fields: dict[str, Any], recomputed: str, hiding: bool
+) -> list[list[float]]:
+    """Loss, norm and tokens of each step."""
+    torch.manual_seed(3)
+    bare = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(_SHAPE | fields))).train()
+    assert attention.install(bare, SEQ_LEN) == attention.NAME
+    if (group := launched.groups.sequence) is not None:
+        ours = sequence.exchanged(attention.attention, group)
+        attention.use(bare, attention.NAME, ours)
+    apply_checkpointing(bare, recomputed)
+    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=RATE))
+    prepared = launched.engine.prepare(with_loss(bare), bare, optimizer)
+    launched.engine.create_state()
+    sent: list[list[float]] = []
+    run = run_of(
+        launched,
+        prepared,
+        bare,
+        lambda sums, norm: sent.append(
+            [float(sums["loss_sum"] / sums.tokens), float(norm), float(sums.tokens)]
+        ),
+        micro_batch_size=MICRO,
+        seq_len=SEQ_LEN,
+    )
+    for step in range(STEPS):
+        update(
+            run, _blocks(step, launched.layout.data_rank, launched.layout.data_size, hiding), 1.0
+        )
+    return sent
+
+
+def _blocks(step: int, rank: int, size: int, hiding: bool) -> Batch:
+    """A data rank's rows of a step; in every fifth step all but the first have no trained token."""
+    draw = np.random.default_rng(step)
+    ids = draw.integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1), dtype=np.int64).astype(np.int32)
+    labels = ids[:, 1:].astype(np.int64)
+    for row in range(ROWS):
+        trained = 1 + (row * 5 + step) % SEQ_LEN
+        if step % 5 == 2:
+            trained = 0 if row else SEQ_LEN
+        labels[row, trained:] = -100
+    ids, labels = ids[rank::size], labels[rank::size]
+    starts = [np.array([0, 3, 4, 9, 17][: 1 + row % 5], np.int32) for row in range(ROWS)]
+    borders, tokens = (tuple(starts[rank::size]) if hiding else None), int((labels != -100).sum())
+    return Batch(ids, labels, tokens, borders, {}, 0, 0, {"all": tokens}, {}, 0.0)
