@@ -381,11 +381,6 @@ class RankLayout:
     leads: bool
     tells_loss: bool
 
-    @property
-    def own_draws(self) -> int:
-        """The number of what it draws in a step; other positions are to have other draws."""
-        return self.data_rank * self.sequence_size + self.sequence_rank
-
     def positions(self, width: int) -> slice:
         """Return which positions of a row it computes. width: of a row, a multiple of its parts"""
         share = width // self.sequence_size

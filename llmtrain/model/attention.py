@@ -342,7 +342,6 @@ def model_keywords(
     cu_seq_lens: Tensor | None = None,
     max_length: int | None = None,
     seq_idx: Tensor | None = None,
-    *,
     in_parts: bool = False,
 ) -> dict[str, Any]:
     """Return the keywords that a transformers model passes on to its attention.

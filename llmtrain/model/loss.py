@@ -244,21 +244,16 @@ class LossModule(nn.Module):
         all_trained: whether no label is `NOT_TRAINED`, and trained: (n,) int64, the positions in
             the flat labels that have a loss, where the caller knows. No other reaches the head.
         seq_idx: (1, B·T) int32, the number of each position's document; only for joined rows.
-        real: (n,) int64, the positions in the flat rows that are not padding; None = all. Only they
-            count in the loss of a router.
-        in_parts: whether the rows are this process's parts of longer rows, whose attention several
-            processes compute together: T positions of them, at `position_ids`. The borders of
-            documents are then those in the whole rows.
+        real: (n,) int64, positions in the flat rows that count in a router's loss; None = all.
+        in_parts: whether these are parts of rows, whose borders are given (`sequence.exchanged`).
 
-        Returns the summed cross-entropy in nats, () fp32; with `each`, which has no gradient, that
-        of each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits
-        of the last position, (B, V) fp32, or with `all_logits` of all positions, (B, T, V) fp32.
-
+        Returns the summed cross-entropy in nats, () fp32; with `each`, without gradient, that of
+        each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits of
+        the last position, (B, V) fp32, or with `all_logits` of all, (B, T, V) fp32.
         Where a model has a router loss and is trained, `router_loss` is it afterwards, times its
         coefficient and the number of trained tokens: () fp32, in the unit of the sum.
         """
-        documents = (position_ids, cu_seq_lens, max_length, seq_idx)
-        keywords = model_keywords(*documents, in_parts=in_parts)
+        keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
             input_ids = input_ids.reshape(position_ids.shape)
         if self.head is None or all_logits:

@@ -33,7 +33,8 @@ _DRAWS = 7  # a stream of `mix`
 def begin(run: Run, step: int) -> None:
     """Start the clock of a step, seed its draws, keep the state to restore if its data fails."""
     faults.hit("loop.step", step=step)
-    seed_generators(run.device, run.config.run.seed, run.layout.own_draws, step)
+    part = run.layout.data_rank * run.layout.sequence_size + run.layout.sequence_rank
+    seed_generators(run.device, run.config.run.seed, part, step)
     run.feed.begin(step)
     run.meter.begin(step)
     run.signals.begin()
@@ -41,13 +42,15 @@ def begin(run: Run, step: int) -> None:
         run.log.profile.begin(step)
 
 
-def seed_generators(device: torch.device, seed: int, own_draws: int, step: int) -> None:
+def seed_generators(device: torch.device, seed: int, part: int, step: int) -> None:
     """Seed dropout and whatever else draws in a step, on the host and on the device.
 
     What is drawn depends on nothing before the step, so there is no state to save, and a resumed
-    run draws what an uninterrupted one does. Ranks with other blocks or positions draw others.
+    run draws what an uninterrupted one does.
+
+    part: number of this rank's part of the blocks and their positions; others draw other numbers
     """
-    key = splitmix64(_stream(seed, own_draws) ^ step)
+    key = splitmix64(_stream(seed, part) ^ step)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # the legacy state that libraries draw from
     torch.default_generator.manual_seed(key)  # `torch.manual_seed` asks for every kind of device
@@ -56,8 +59,8 @@ def seed_generators(device: torch.device, seed: int, own_draws: int, step: int) 
 
 
 @lru_cache(1)
-def _stream(seed: int, own_draws: int) -> int:
-    return mix(seed, _DRAWS, own_draws)
+def _stream(seed: int, part: int) -> int:
+    return mix(seed, _DRAWS, part)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:

@@ -157,7 +157,7 @@ REFUSED = {
     "a router": (
         {"model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True},
         "model.config.output_router_logits = True",
-        "false with distributed.sequence_parallel=2",
+        "false with distributed.sequence_parallel = 2",
     ),
     "other heads": (
         {"num_attention_heads": 1, "num_key_value_heads": 1},
@@ -191,8 +191,9 @@ def refused(said, key, reason):
     ("more", "key", "reason"),
     [
         (["data.seq_len=63"], "data.seq_len = 63", "62 or 64"),
+        (["training.compile=blocks"], "training.compile = blocks", "not compiled"),
         (["distributed.strategy=zero2"], "distributed.strategy = zero2", "ddp, fsdp2 or hsdp"),
-        (["distributed.sequence_parallel=3"], "1 × 1 × 3", "divides the 2 processes"),
+        (["distributed.sequence_parallel=3"], "distributed.sequence_parallel = 3", "a divisor of the 2 processes"),
     ],
 )
 def test_what_does_not_go_with_shared_rows_is_refused(server, tmp_path, more, key, reason):

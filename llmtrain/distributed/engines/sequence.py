@@ -39,12 +39,13 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]:
     """Yield why rows of this config cannot be shared by the processes of a launch."""
     size, described = cut.sequence, model.get_text_config()
-    if size == 1:
-        return
     if cut.tensor * cut.pipeline > 1:
         others = f"{cut.tensor} × {cut.pipeline} (tensor × pipeline parallelism)"
         expected = f"1 beside {others}: they are not tried together"
         yield Problem(KEY, size, expected, f"{KEY}=1")
+    if (compiled := config.training.compile) not in ("auto", "off"):
+        expected = f"off with {KEY} = {size}, whose exchanges are not compiled"
+        yield Problem("training.compile", compiled, expected, "training.compile=auto")
     seq_len = config.data.seq_len
     if seq_len % size:
         expected = f"a multiple of the {size} processes that share each row"
@@ -58,7 +59,7 @@ def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator
         yield Problem(KEY, size, expected, ", ".join(fitting))
     if getattr(described, "output_router_logits", False):
         expected = (
-            f"false with {KEY}={size}: the loss of a router is one of all positions of a "
+            f"false with {KEY} = {size}: the loss of a router is one of all positions of a "
             "micro-batch, and no process has them"
         )
         remedy = "model.config.output_router_logits=false"

@@ -90,7 +90,6 @@ def describe(
         special = tokens_of(config, run_dir, base)
         found = model_config(config.model, special, config.data.seq_len, base)
     _check_depth(found, hardware)
-    raise_any(sequence.problems(config, found, hardware.cut))
     begun = run_dir if run_dir is not None and _has_begun(run_dir) else None
     tokens = frozen.trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
     adapter = frozen.resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
@@ -236,6 +235,8 @@ def cut_problems(
             expected = f"false {with_it}: its processes exchange columns for rows as they write"
             yield Problem("checkpoint.background", True, expected, "checkpoint.background=auto")
         yield from tensor.refusals(on_meta(model_config), cut.tensor)
+    if cut.sequence > 1:
+        yield from sequence.problems(config, model_config, cut)
 
 
 def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:

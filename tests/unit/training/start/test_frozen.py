@@ -49,7 +49,7 @@ from llmtrain.training.start.frozen import (
     trained_tokens,
     using,
 )
-from llmtrain.types import Piece
+from llmtrain.types import WHOLE, Piece
 
 
 def asked(path, **more):
@@ -421,7 +421,8 @@ def frozen(folder, launch, **values):
 
 
 def processes(auto, strategy, device):
-    launched = SimpleNamespace(strategy=strategy, device=torch.device(device), ranks=Alone())
+    kind = {"strategy": strategy, "device": torch.device(device), "cut": WHOLE}
+    launched = SimpleNamespace(ranks=Alone(), **kind)
     return SimpleNamespace(auto=auto, launched=launched)
 
 
