@@ -33,7 +33,8 @@ _DRAWS = 7  # a stream of `mix`
 def begin(run: Run, step: int) -> None:
     """Start the clock of a step, seed its draws, keep the state to restore if its data fails."""
     faults.hit("loop.step", step=step)
-    part = run.layout.data_rank * run.layout.sequence_size + run.layout.sequence_rank
+    layout = run.layout
+    part = layout.data_rank * layout.sequence_size + layout.sequence_rank
     seed_generators(run.device, run.config.run.seed, part, step)
     run.feed.begin(step)
     run.meter.begin(step)

@@ -193,7 +193,11 @@ def refused(said, key, reason):
         (["data.seq_len=63"], "data.seq_len = 63", "62 or 64"),
         (["training.compile=blocks"], "training.compile = blocks", "not compiled"),
         (["distributed.strategy=zero2"], "distributed.strategy = zero2", "ddp, fsdp2 or hsdp"),
-        (["distributed.sequence_parallel=3"], "distributed.sequence_parallel = 3", "a divisor of the 2 processes"),
+        (
+            ["distributed.sequence_parallel=3"],
+            "distributed.sequence_parallel = 3",
+            "a divisor of the 2 processes",
+        ),
     ],
 )
 def test_what_does_not_go_with_shared_rows_is_refused(server, tmp_path, more, key, reason):
