@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.tiny import tiny_config, write_config
 
 CASES = (
     "llama",
@@ -18,6 +19,15 @@ CASES = (
     "phi",
     "olmo2",
 )
+
+APERTUS = {
+    "model_type": "apertus",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def launch(server, folder, world_size, cases, strategy="ddp", tensor=1, **env):
@@ -82,3 +92,15 @@ def test_columns_become_whole_rows_which_are_written_once(server, tmp_path, worl
             assert not whole[start : start + len(values)].any()
             whole[start : start + len(values)] = torch.tensor(values)
         assert torch.equal(whole, torch.arange(1.0, rows * columns + 1))
+
+
+def test_a_model_that_its_own_plan_does_not_cut_rightly_is_refused(server, tmp_path):
+    """An activation with weights of its own would get other gradients on each process."""
+    made = tiny_config(tmp_path / "run", model__config=APERTUS)
+    made["distributed"] = {"tensor_parallel": 2, "timeout_minutes": 1.0}
+    path = write_config(tmp_path, made)
+    assert server.run(["train", str(path)], 2, tmp_path) == [2, 2]
+    said = (tmp_path / "output.txt").read_text()
+    assert "distributed.tensor_parallel = 2" in said
+    assert "cut by its own plan, ApertusForCausalLM has another gradient of" in said
+    assert "Traceback" not in said

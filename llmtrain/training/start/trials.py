@@ -54,10 +54,11 @@ from llmtrain.model.attention import (
 )
 from llmtrain.model.compile import uncompiled
 from llmtrain.model.count import by_layer, shorten
-from llmtrain.model.loss import made_up_batch
+from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
-from llmtrain.text import first_line
-from llmtrain.types import MicroBatch
+from llmtrain.model.tensor import KEY, cut_model
+from llmtrain.text import first_few, first_line
+from llmtrain.types import Cut, MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -442,6 +443,7 @@ _VOCABULARY = 256
 _CHUNK = 16  # of a state-space layer
 _MOST_PARAMETERS = 400_000_000  # of a model that is tried: 1.6 GB
 _FACTORS = (16, 8, 4, 2, 1)  # by which widths are divided; not every config can be built smaller
+_CUT_WITHIN = 1e-3  # of the largest element of a gradient
 _NARROWEST = 64  # hidden size that is not divided
 _SPREAD = 3.0  # larger weights than a fresh model's, which let little through from token to token
 _WIDTH = re.compile(r"(_size|dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
@@ -502,6 +504,53 @@ def _tried(config: PreTrainedConfig, seq_len: int) -> PreTrainedModel | None:
                 if parameter.ndim > 1:
                     parameter.mul_(_SPREAD)
     return model
+
+
+def check_cut(config: PreTrainedConfig, launched: Launched) -> None:
+    """Raise UserError if a small random model of this kind computes something else once it is cut.
+
+    The plan of a model says which matrices are cut, but not that its code works with a part of the
+    heads. config: of transformers. Collective.
+    """
+    group = launched.groups.tensor
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = small_model(config)
+    if group is None or whole is None:
+        return
+    whole.to(launched.device).train()
+    vocabulary = whole.config.get_text_config().vocab_size
+    ids = made_up_batch(2, _TOKENS, vocabulary, launched.device)
+    parted = LossModule(copy.deepcopy(whole))
+    LossModule(whole)(ids, ids).backward()
+    wrong = ""
+    try:
+        cuts = cut_model(parted, group)
+        parted(ids, ids).backward()
+    except CANNOT_BUILD as error:  # on all processes of the group, which have equal shapes
+        if lost_peer(error):
+            raise
+        wrong = f"fails: {first_line(error)}"
+    else:
+        named = zip(whole.named_parameters(), parted.model.parameters(), strict=True)
+        rank = launched.layout.tensor_rank
+        if others := [name for (name, a), b in named if _differ(a, b, cuts.get(name), rank)]:
+            wrong = f"has another gradient of {first_few(others, 2)}"
+
+    def refuse() -> None:
+        if wrong:
+            expected = f"1: cut by its own plan, {type(whole).__name__} {wrong}"
+            raise UserError(Problem(KEY, launched.cut.tensor, expected, f"{KEY}=1"))
+
+    agreed(launched.ranks, refuse)
+
+
+def _differ(whole: Tensor, part: Tensor, cut: Cut | None, rank: int) -> bool:
+    """Whether the gradient of a part is not that part of the gradient. rank: number of the part."""
+    if whole.grad is None or part.grad is None:
+        return whole.grad is not part.grad
+    expected = whole.grad if cut is None else cut.part(whole.grad, rank)
+    return bool((part.grad - expected).abs().max() > _CUT_WITHIN * whole.grad.abs().max())
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:

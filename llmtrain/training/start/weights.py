@@ -151,6 +151,8 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
     described = agreed(ranks, lambda: _describe(config, base, found))
     if launched.groups.sequence is not None:
         trials.check_small_parts(described, launched, config.data.seq_len)
+    if launched.cut.tensor > 1:
+        trials.check_cut(described, launched)
     asked = frozen.asked_kernel(config.training, config.run_dir)
 
     def load() -> tuple[PreTrainedModel, Head | str]:

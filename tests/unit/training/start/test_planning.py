@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.tiny import tiny_config, write_config
+from transformers import LlamaConfig
 
 from llmtrain.config.load import load_config
 from llmtrain.distributed.plan.memory import largest_block
@@ -12,6 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
 from llmtrain.rundir.status import write_status
 from llmtrain.training.start import planning
+from llmtrain.types import ModelCut
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
 TWO = {**CPU, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -280,3 +282,36 @@ def test_adapters_that_cannot_be_are_refused_before_a_weight_is_read(tmp_path):
     assert found["lora"].remedy.startswith("nearest: q_proj")
     assert (found["qlora"].key, found["qlora"].value) == ("adapter.kind", "qlora")
     assert "a CUDA device" in found["qlora"].expected
+
+
+CANNOT_BE_CUT = {
+    "optimizer.name": "muon",
+    "training.compile": "blocks",
+    "training.loss_kernel": "torch",
+    "checkpoint.background": True,
+    "adapter.kind": "lora",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), CANNOT_BE_CUT.items())
+def test_what_does_not_work_on_parts_of_matrices_is_refused_by_its_key(tmp_path, key, value):
+    changes = {key.replace(".", "__"): value, "distributed__tensor_parallel": 2}
+    if key == "adapter.kind":
+        base = tmp_path / "base"
+        LlamaConfig(vocab_size=8).save_pretrained(base)
+        changes["model__from"], changes["model__config"] = str(base), None
+    made = config(tmp_path, **changes)
+    described = LlamaConfig(num_attention_heads=4, hidden_size=64)
+    (found,) = planning.cut_problems(made, described, ModelCut(tensor=2))
+    assert (found.key, found.value) == (key, value)
+    assert "distributed.tensor_parallel = 2" in found.expected
+    assert [*planning.cut_problems(made, described, ModelCut())] == []
+
+
+def test_each_kind_of_cut_has_frozen_choices_of_its_own():
+    kinds = {
+        planning.launch_kind("ddp", "cpu", 8, cut)
+        for cut in (ModelCut(), ModelCut(2), ModelCut(4), ModelCut(2, 2), ModelCut(1, 2))
+    }
+    assert len(kinds) == 5
+    assert "ddp/cpu/8" in kinds
