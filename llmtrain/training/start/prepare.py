@@ -32,7 +32,7 @@ from llmtrain.model.build import model_config
 from llmtrain.model.tokenizer import add_template, save_tokenizer, special_tokens
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
 from llmtrain.training.start.frozen import find_base
-from llmtrain.training.start.trials import why_apart
+from llmtrain.training.start.small_trials import why_apart
 
 _log = logging.getLogger(__name__)
 

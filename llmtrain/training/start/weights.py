@@ -37,7 +37,7 @@ from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run.run import ModelSide, Processes
-from llmtrain.training.start import frozen, trials
+from llmtrain.training.start import frozen, small_trials, trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -150,9 +150,9 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
     if launched.groups.sequence is not None:
-        trials.check_small_parts(described, launched, config.data.seq_len)
+        small_trials.check_small_parts(described, launched, config.data.seq_len)
     if launched.cut.tensor > 1:
-        trials.check_cut(described, launched)
+        small_trials.check_cut(described, launched)
     asked = frozen.asked_kernel(config.training, config.run_dir)
 
     def load() -> tuple[PreTrainedModel, Head | str]:

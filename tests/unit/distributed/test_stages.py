@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from llmtrain.distributed.engines.stages import CannotCutError, cut, examine, own_tensors
 from llmtrain.model.shape import apply_checkpointing, from_config
-from llmtrain.training.start.trials import small_model
+from llmtrain.training.start.small_trials import small_model
 
 SIZES = {
     "vocab_size": 97,

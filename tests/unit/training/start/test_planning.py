@@ -299,7 +299,7 @@ def test_what_does_not_work_on_parts_of_matrices_is_refused_by_its_key(tmp_path,
     if key == "adapter.kind":
         base = tmp_path / "base"
         LlamaConfig(vocab_size=8).save_pretrained(base)
-        changes["model__from"], changes["model__config"] = str(base), None
+        changes["model__from"], changes["model__config"] = str(base), {}
     made = config(tmp_path, **changes)
     described = LlamaConfig(num_attention_heads=4, hidden_size=64)
     (found,) = planning.cut_problems(made, described, ModelCut(tensor=2))

@@ -17,7 +17,8 @@ from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, TOKENIZER
 from llmtrain.training.start.prepare import load_manifest, prepare
-from llmtrain.training.start.trials import bare_forward, check_padding, small_model, why_apart
+from llmtrain.training.start.small_trials import small_model, why_apart
+from llmtrain.training.start.trials import bare_forward, check_padding
 
 
 @pytest.fixture
