@@ -44,6 +44,20 @@ def test_shared_rows_are_trained_as_by_one_process(server, tmp_path, alone, stra
             assert tokens == right[2]
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.wide)])
+def test_attention_in_parts_is_that_of_whole_rows(server, tmp_path, size):
+    """Out, and the gradients of queries, keys and values; with fewer heads of keys than parts."""
+    output = tmp_path / "result.json"
+    arguments = ["call", "helpers.parts", "exchange", str(output), str(size)]
+    assert server.run(arguments, size, tmp_path) == [0] * size, (
+        tmp_path / "output.txt"
+    ).read_text()
+    found = json.loads(output.read_text())
+    assert len(found) == 16
+    for name, difference in found.items():
+        assert difference < (1e-6 if "float32" in name else 1e-2), name
+
+
 def config(run_dir, size=1, packing="auto", **model):
     """Accumulation, a checkpoint in the middle, an evaluation and samples beside it."""
     made = tiny_config(

@@ -12,6 +12,7 @@ import torch
 from helpers.updates import run_of, with_loss
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from llmtrain.agreement import gathered
 from llmtrain.config.schema import DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import sequence
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
@@ -107,3 +108,45 @@ def _blocks(step: int, rank: int, size: int, hiding: bool) -> Batch:
     starts = [np.array([0, 3, 4, 9, 17][: 1 + row % 5], np.int32) for row in range(ROWS)]
     borders, tokens = (tuple(starts[rank::size]) if hiding else None), int((labels != -100).sum())
     return Batch(ids, labels, tokens, borders, {}, 0, 0, {"all": tokens}, {}, 0.0)
+
+
+HEADS = ((4, 4), (4, 2), (4, 1), (12, 3))  # of queries, and of keys and values
+
+
+def exchange(output: str, size: str) -> None:
+    """On every rank: attention of parts of rows beside that of whole rows, and its gradients.
+
+    Rank 0 writes the largest difference on any rank, by case, relative to the largest number.
+    """
+    asked = DistributedConfig(timeout_minutes=2.0, sequence_parallel=int(size))
+    launched = make_accelerator("ddp", "fp32", asked)
+    assert launched.groups.sequence is not None
+    attend = sequence.exchanged(attention.attention, launched.groups.sequence)
+    own = launched.layout.positions(SEQ_LEN)
+    borders = {"cu_seq_lens_q": torch.tensor([0, 5, 24, 37, 48], dtype=torch.int32)}
+    found = {}
+    for heads, kv_heads in HEADS:
+        for name, documents in (("", {}), (", documents", borders | {"max_length_q": 19})):
+            for dtype in (torch.float32, torch.bfloat16):
+                torch.manual_seed(heads + kv_heads)
+                shapes = [(2, n, SEQ_LEN, 8) for n in (heads, kv_heads, kv_heads)]
+                whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
+                weights = torch.randn(2, SEQ_LEN, heads, 8)
+                parts = [one.detach()[:, :, own].requires_grad_() for one in whole]
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    right, _ = attention.attention(torch.nn.Module(), *whole, None, **documents)
+                    out, _ = attend(torch.nn.Module(), *parts, None, in_parts=True, **documents)
+                    same, _ = attend(torch.nn.Module(), *whole, None, **documents)
+                assert same.equal(right)
+                (right * weights).sum().backward()
+                (out * weights[:, own]).sum().backward()
+                pairs = [(out, right[:, own])]
+                pairs += [(a.grad, b.grad[:, :, own]) for a, b in zip(parts, whole, strict=True)]
+                found[f"{heads} over {kv_heads}{name}, {dtype}"] = max(
+                    float((a - b).abs().max() / b.abs().max()) for a, b in pairs
+                )
+    of_ranks = gathered(launched.ranks, found)
+    if launched.ranks.rank == 0:
+        worst = {name: max(one[name] for one in of_ranks) for name in found}
+        Path(output).write_text(json.dumps(worst))
+    close()
