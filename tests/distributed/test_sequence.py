@@ -58,6 +58,19 @@ def test_attention_in_parts_is_that_of_whole_rows(server, tmp_path, size):
         assert difference < (1e-6 if "float32" in name else 1e-2), name
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.wide)])
+def test_activations_of_shared_rows_take_a_share_of_the_memory(server, tmp_path, size):
+    """And, where SDPA needs no copy of its output, one copy of it that is exchanged back."""
+    output = tmp_path / "result.json"
+    arguments = ["call", "helpers.parts", "saved", str(output), str(size)]
+    assert server.run(arguments, size, tmp_path) == [0] * size
+    found = json.loads(output.read_text())
+    whole, part = found["documents"]
+    assert part == pytest.approx(whole / size, rel=5e-3)
+    whole, part = found["one document a row"]
+    assert whole / size < part <= found["documents"][1]
+
+
 def config(run_dir, size=1, packing="auto", **model):
     """Accumulation, a checkpoint in the middle, an evaluation and samples beside it."""
     made = tiny_config(

@@ -21,7 +21,7 @@ from llmtrain.model import attention
 from llmtrain.model.shape import apply_checkpointing
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.step import update
-from llmtrain.types import Batch
+from llmtrain.types import Batch, MicroBatch
 
 STEPS, ROWS, MICRO, SEQ_LEN, VOCABULARY = 20, 8, 2, 24, 67
 RATE = 2e-3
@@ -150,3 +150,55 @@ def exchange(output: str, size: str) -> None:
         worst = {name: max(one[name] for one in of_ranks) for name in found}
         Path(output).write_text(json.dumps(worst))
     close()
+
+
+def saved(output: str, size: str) -> None:
+    """On every rank: bytes that the decoder keeps of whole rows, and of this process's parts."""
+    asked = DistributedConfig(timeout_minutes=2.0, sequence_parallel=int(size))
+    launched = make_accelerator("ddp", "fp32", asked)
+    group, found = launched.groups.sequence, {}
+    assert group is not None
+    for name, documents in (("one document a row", False), ("documents", True)):
+        torch.manual_seed(3)
+        fields: dict[str, Any] = _SHAPE | {"hidden_size": 64, "num_key_value_heads": 4}
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**fields)).train()
+        attention.install(model, LONG)
+        attention.use(model, attention.NAME, sequence.exchanged(attention.attention, group))
+        ids, own = (
+            torch.arange(2 * LONG).view(2, LONG) % VOCABULARY,
+            launched.layout.positions(LONG),
+        )
+        given: MicroBatch = {}
+        if documents:
+            starts = [np.array([0, 40]), np.array([0, 96])]
+            given = attention.document_tensors(starts, LONG, attention.NAME, torch.device("cpu"))
+        whole: MicroBatch = {"input_ids": ids, **given}
+        if not documents:
+            whole["position_ids"] = torch.arange(LONG).expand(2, -1)
+        part = attention.in_parts(whole | {"input_ids": ids[:, own]}, own)
+        found[name] = [_kept(model, row) for row in (whole, part)]
+    if launched.ranks.rank == 0:
+        Path(output).write_text(json.dumps(found))
+    close()
+
+
+LONG = 128
+
+
+def _kept(model: Any, row: MicroBatch) -> int:
+    """Bytes of distinct storages that autograd saves of a forward, without the weights."""
+    held = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    sizes: dict[int, int] = {}
+    alive = []  # so that no address comes twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(tensor)
+        if storage.data_ptr() not in held:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        keywords = {name: value for name, value in row.items() if name != "input_ids"}
+        model.base_model(row["input_ids"], **attention.model_keywords(**keywords))
+    return sum(sizes.values())

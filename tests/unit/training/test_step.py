@@ -6,6 +6,7 @@ import json
 import math
 import random  # noqa: TID251  # what is seeded
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.training import loop, stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
-from llmtrain.training.step import host_part, seed_generators
+from llmtrain.training.step import begin, host_part, seed_generators
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags, ModelCut, rank_layout
 
 ROOT = Path(__file__).parents[3]
@@ -146,6 +147,29 @@ def test_what_a_step_draws_depends_on_the_seed_the_rank_and_the_step_alone():
     assert drawn(42, 0, 5) == first
     for numbers in zip(first, *others, strict=True):
         assert len(set(numbers)) == 4
+
+
+def test_processes_that_share_rows_draw_other_numbers_for_other_positions():
+    def drawn(rank, cut):
+        run = SimpleNamespace(
+            device=torch.device("cpu"),
+            config=SimpleNamespace(run=SimpleNamespace(seed=42)),
+            layout=rank_layout(rank, 4, cut),
+            feed=SimpleNamespace(begin=lambda step: None),
+            meter=SimpleNamespace(begin=lambda step: None),
+            signals=SimpleNamespace(begin=lambda: None),
+            log=SimpleNamespace(profile=None),
+        )
+        begin(run, 5)
+        return torch.rand(()).item()
+
+    apart = [drawn(rank, ModelCut()) for rank in range(4)]
+    assert len(set(apart)) == 4
+    assert [drawn(rank, ModelCut(sequence=2)) for rank in range(4)] == apart
+    assert [drawn(rank, ModelCut(tensor=2)) for rank in range(4)] == [
+        *apart[:1] * 2,
+        *apart[1:2] * 2,
+    ]
 
 
 def test_each_number_of_the_host_is_in_its_slot():
