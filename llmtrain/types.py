@@ -140,8 +140,8 @@ class ParameterShape:
     block: number of the repeated block that it is in; None outside of them
     algorithm: the optimizer that updates it
     quantized: whether it is held in four bits
-    used: share of its elements that each token is multiplied with: none of an embedding, of experts
-        those that are chosen
+    used: share of its elements that each token is multiplied with: of experts the chosen ones
+    axis: the dimension along which tensor parallelism cuts it; None = each process has all of it
     """
 
     shape: tuple[int, ...]
@@ -151,6 +151,7 @@ class ParameterShape:
     algorithm: Algorithm = "adamw"
     quantized: bool = False
     used: float = 1.0
+    axis: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

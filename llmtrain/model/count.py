@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from llmtrain import torch_private
 from llmtrain.config.schema import AdapterConfig
-from llmtrain.model import attention, shape, trainable
+from llmtrain.model import attention, shape, tensor, trainable
 from llmtrain.model.loss import Head, examine
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
@@ -59,6 +59,7 @@ def count_saved(
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
     new_tokens: Sequence[int] = (),
+    tensor_parallel: int = 1,
 ) -> Saved:
     """Return what the forward of one sequence of `seq_len` tokens keeps for its backward.
 
@@ -66,6 +67,7 @@ def count_saved(
     checkpointing: `none`, `selective` or `full`.
     freeze: patterns of `model.freeze`.
     adapter, new_tokens: as of `trainable.attach`; None = no adapter.
+    tensor_parallel: processes that share each matrix; what one of them keeps is counted.
 
     Raises CannotCountError, and UserError for a model that cannot be checkpointed or patterns that
     match nothing.
@@ -76,14 +78,13 @@ def count_saved(
     try:
         described = json.dumps(model_config, default=_fields)
         beside = AdapterConfig() if adapter is None else adapter
-        trained = (*freeze, beside.model_dump_json(), *new_tokens)
+        trained = (*freeze, beside.model_dump_json(), *new_tokens, tensor_parallel)
         key = (described, seq_len, arithmetic, checkpointing, trained)
         if key not in _known:
             # building a model from a config changes its fields, so use a copy
             copied = copy.deepcopy(model_config)
-            _known[key] = _count(
-                copied, seq_len, arithmetic, checkpointing, freeze, beside, new_tokens
-            )
+            what = (freeze, beside, new_tokens, tensor_parallel)
+            _known[key] = _count(copied, seq_len, arithmetic, checkpointing, *what)
         return _known[key]
     except CANNOT_BUILD as error:
         raise CannotCountError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -103,13 +104,13 @@ def _count(
     freeze: Sequence[str],
     adapter: AdapterConfig,
     new_tokens: Sequence[int],
+    tensor_parallel: int,
 ) -> Saved:
     whole = on_meta(model_config)
     trainable.freeze(whole, freeze)
     frozen = {name for name, p in whole.named_parameters() if not p.requires_grad}
     trainable.attach(whole, adapter, new_tokens, meta=True)
-    targets = trainable.adapted_layers(whole)
-    number = len(blocks(whole))
+    targets, number = trainable.adapted_layers(whole), len(blocks(whole))
     short = number > 2 and _alike(model_config, blocks(whole))
     with fake_tensors():
         tried = from_config(shorten(model_config, number, 1 if short else number))
@@ -121,6 +122,8 @@ def _count(
         dtype = torch.bfloat16 if arithmetic == "bf16" and not targets else torch.float32
         model = on_meta(shorten(model_config, number, count), dtype)
         attention.use(model, name)
+        if tensor_parallel > 1:
+            tensor.cut_on_paper(model, tensor_parallel)
         if targets:
             trainable.inject(model, adapter, targets, new_tokens, meta=True)
         else:
@@ -140,7 +143,8 @@ def _count(
     body = replace(body, plain_head=plain)
     head = whole.get_output_embeddings()
     if arithmetic == "autocast" and isinstance(head, nn.Linear) and not targets:
-        return replace(body, casts=body.casts + _BF16_BYTES * head.weight.numel())
+        rows = -(-head.out_features // tensor_parallel)
+        return replace(body, casts=body.casts + _BF16_BYTES * rows * head.in_features)
     return body
 
 

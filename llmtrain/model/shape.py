@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import trainable
+from llmtrain.model import tensor, trainable
 from llmtrain.text import first_line
 from llmtrain.torch_private import ATTENTIONS, GROUPED_PRODUCT
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
@@ -133,7 +133,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
     repeated = blocks(model)
     of_block = {id(p): number for number, one in enumerate(repeated) for p in one.parameters()}
     cast = {id(module.weight) for module in model.modules() if isinstance(module, _CAST)}
-    used = _used(model, cast)
+    used, axes = _used(model, cast), tensor.axes_of(model)
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
     width = 0 if embedding is None else embedding.shape[-1]
     kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
@@ -146,6 +146,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
                 of_block.get(id(p)),
                 algorithms.get(id(p), "adamw"),
                 used=used[id(p)],
+                axis=axes.get(id(p)),
             )
             for p in model.parameters()
         ),

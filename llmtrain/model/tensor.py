@@ -33,6 +33,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.types import Cut, split
 
 KEY = "distributed.tensor_parallel"
+_Group = dist.ProcessGroup | None  # None: nothing is exchanged, as of a model on paper
 
 
 def refusals(model: PreTrainedModel, size: int) -> Iterator[Problem]:
@@ -87,7 +88,8 @@ def cut_model(module: LossModule, group: dist.ProcessGroup) -> dict[str, Cut]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    cutter, head = _Cutter(group), model.get_output_embeddings()
+    place = (dist.get_rank(group), dist.get_world_size(group))
+    cutter, head = _Cutter(group, *place), model.get_output_embeddings()
     at_head = names[id(head.weight)][0]
     for path, style in styles_of(model).items():
         _STYLES[style](cutter, model.get_submodule(path), path)
@@ -102,6 +104,33 @@ def cut_model(module: LossModule, group: dist.ProcessGroup) -> dict[str, Cut]:
     return cutter.cuts
 
 
+def cut_on_paper(model: PreTrainedModel, size: int) -> dict[str, Cut]:
+    """Keep the last process's part of a model without weights, in place, for a count of its memory.
+
+    Its modules do what those of `cut_model` do, but exchange nothing. The head is cut, too.
+    """
+    cutter = _Cutter(None, size - 1, size)
+    for path, style in styles_of(model).items():
+        _STYLES[style](cutter, model.get_submodule(path), path)
+    return cutter.cuts
+
+
+def axes_of(model: PreTrainedModel) -> dict[int, int]:
+    """Return the axis of each parameter that the model's plan cuts, by its id.
+
+    Empty for a model that is not cut, of which `refusals` says why.
+    """
+    styles = styles_of(model)
+    if not set(styles.values()) <= _STYLES.keys():
+        return {}
+    return {
+        id(parameter): axis
+        for path, style in styles.items()
+        for leaf, axis in _AXES.get(style, {}).items()
+        if (parameter := getattr(model.get_submodule(path), leaf, None)) is not None
+    }
+
+
 def styles_of(model: PreTrainedModel) -> dict[str, str]:
     """Return how each module that the model's plan names is cut, by its path."""
     return {
@@ -113,10 +142,13 @@ def styles_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 class _Cutter:
-    """What the modules of one model share: the group, and the last tensor that f was applied to."""
+    """What the modules of one model share: the group, and the last tensor that f was applied to.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+    rank, size: of this process in the group, and of the group
+    """
+
+    def __init__(self, group: _Group, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
         self.cuts: dict[str, Cut] = {}
         # Weak, so that nothing of a forward stays in memory behind its backward.
         self._last: tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]] | None = None
@@ -157,22 +189,24 @@ class _Cutter:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: _Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
+        if ctx.group is not None:
+            dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(_ctx: Any, x: Tensor, group: _Group) -> Tensor:
         x = x.contiguous()
-        dist.all_reduce(x, group=group)
+        if group is not None:
+            dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
@@ -184,7 +218,7 @@ class _Gathered(torch.autograd.Function):
     """The last axis of all processes; the gradient of this one's part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
         return _gather(x, group, sizes)
 
@@ -197,7 +231,7 @@ class _Parted(torch.autograd.Function):
     """This process's part of the last axis; the gradient of all parts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
         return _own_part(x, group, sizes)
 
@@ -206,16 +240,17 @@ class _Parted(torch.autograd.Function):
         return _gather(gradient, ctx.group, ctx.sizes), None, None
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+def _gather(x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
     # A collective has parts of one size, and the largest is at most 1 larger than the others.
     padded = F.pad(x, (0, max(sizes) - x.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
+    if group is not None:
+        dist.all_gather(parts, padded, group=group)
     return torch.cat([part[..., :n] for part, n in zip(parts, sizes, strict=True)], -1)
 
 
-def _own_part(x: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
-    rank = dist.get_rank(group)
+def _own_part(x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
+    rank = len(sizes) - 1 if group is None else dist.get_rank(group)
     return x.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 
@@ -298,6 +333,15 @@ def replicated_with_grad_allreduce(cutter: _Cutter, module: Any, _path: str) -> 
     module.forward = forward
 
 
+# The parameters of a module that each style cuts, and along which axis.
+_OUTPUTS, _INPUTS = {"weight": 0, "bias": 0}, {"weight": 1}
+_AXES = {
+    "colwise": _OUTPUTS,
+    "colwise_gather_output": _OUTPUTS,
+    "rowwise": _INPUTS,
+    "rowwise_split_input": _INPUTS,
+    "embedding_rowwise": {"weight": 0},
+}
 _LINEAR = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 _STYLES: dict[str, Callable[[_Cutter, Any, str], None]] = {
     "colwise": colwise,

@@ -19,7 +19,15 @@ from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
 from llmtrain.distributed.launch.environment import model_cut, split_problems
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan import strategy
-from llmtrain.distributed.plan.memory import Hardware, Work, arithmetic_of, checkpoint_bytes, memory
+from llmtrain.distributed.plan.memory import (
+    FSDP,
+    Hardware,
+    Work,
+    arithmetic_of,
+    checkpoint_bytes,
+    memory,
+    shards,
+)
 from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
 from llmtrain.errors import Problem, raise_any
 from llmtrain.model import trainable
@@ -228,7 +236,8 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
     work = planning.work(config, precision, cpu=hardware.cpu)
     allowed, uncounted = planning.strategies_for(config, {}), None
     try:
-        choice = strategy.choose_strategy(model.shape, model.count, work, hardware, allowed)
+        by = (model.shape, model.count, work, hardware, allowed, model.cuts)
+        choice = strategy.choose_strategy(*by)
     except CannotCountError as error:
         uncounted = str(error)
         choice = _without_count(model.shape, work, hardware, allowed, uncounted)
@@ -353,12 +362,15 @@ def _speeds(
         return
     layout = choice.chosen.layout
     arithmetic = arithmetic_of(layout.strategy, work.precision)
-    saved = model.count(arithmetic, layout.activation_checkpointing)
+    saved = model.count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
     for local, nodes in _sizes(hardware):
-        per_pass = local * nodes * layout.micro_batch_size
-        if work.global_batch_size % per_pass:
-            continue
         part = replace(hardware, devices_per_node=local, nodes=nodes)
+        if part.devices % part.cut.processes:
+            continue
+        per_pass = part.groups * layout.micro_batch_size
+        alone = layout.strategy in FSDP and shards(layout.strategy, part) < 2
+        if work.global_batch_size % per_pass or (alone and part.cut.processes > 1):
+            continue
         spread = replace(layout, accumulation=work.global_batch_size // per_pass)
         if not strategy.missing(memory(model.shape, saved, work, spread, part), part):
             found = step_time(model.shape, work, spread, part, machine)

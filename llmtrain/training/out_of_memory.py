@@ -53,14 +53,14 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
     micro = processes.auto.micro_batch_size or layout.micro_batch_size  # as it was found by trying
     share = asked.global_batch_size // processes.launched.layout.data_size
     layout = replace(layout, micro_batch_size=micro, accumulation=share // micro)
-    saved = model.count(
-        arithmetic_of(layout.strategy, asked.precision), layout.activation_checkpointing
-    )
+    arithmetic = arithmetic_of(layout.strategy, asked.precision)
+    saved = model.count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
     plan = memory(model.shape, saved, asked, layout, hardware)
     peak, more = peak_bytes(processes.launched.device), asked_bytes(str(error))
     # The run needs at least what it had and asked for; the device refused it, so it was too much.
     needed = max(peak + more, hardware.device_bytes + 1)
-    change = remedy(model.shape, model.count, asked, layout, hardware, needed - plan.total_bytes)
+    known = (model.shape, model.count, asked, layout, hardware, model.cuts)
+    change = remedy(*known, needed - plan.total_bytes)
     summary, _, _ = first_line(error).partition(" Including ")  # how torch divided what it has
     return Problem(
         "device memory",

@@ -20,15 +20,16 @@ def llama(
     k = h // heads * kv
 
     block = [(h, h), (k, h), (k, h), (h, h), (f, h), (f, h), (h, f), (h,), (h,)]
-    outside = [(vocabulary, h)]
-    parameters = [ParameterShape(one, True, False, None, used=float(tied)) for one in outside]
+    axes = [0, 0, 0, 1, 0, 0, 1, None, None]
+    parameters = [ParameterShape((vocabulary, h), True, False, None, used=float(tied), axis=0)]
     for number in range(layers):
         parameters += [
-            ParameterShape(one, True, len(one) == 2, number, used=len(one) - 1.0) for one in block
+            ParameterShape(one, True, len(one) == 2, number, used=len(one) - 1.0, axis=axis)
+            for one, axis in zip(block, axes, strict=True)
         ]
     parameters.append(ParameterShape((h,), True, False, None, used=0.0))
     if not tied:
-        parameters.append(ParameterShape((vocabulary, h), True, True, None))
+        parameters.append(ParameterShape((vocabulary, h), True, True, None, axis=0))
     return ModelShape(
         parameters=tuple(parameters),
         hidden=h,
@@ -51,8 +52,8 @@ class LlamaCount:
         self.k = h // heads * kv
         self.cast = 2 * layers * (2 * h * h + 2 * self.k * h + 3 * f * h)
 
-    def __call__(self, arithmetic: str, checkpointing: str) -> Saved:
-        h, f, q, k, a = self.h, self.f, self.h, self.k, self.a
+    def __call__(self, arithmetic: str, checkpointing: str, tensor: int = 1) -> Saved:
+        h, f, q, k, a = self.h, *(size / tensor for size in (self.f, self.h, self.k, self.a))
         wide = 2 if arithmetic == "bf16" else 4
         whole = {
             "fp32": 4 * (6 * h + 2 * q + 2 * k + 4 * f) + 4 * a + 8,
@@ -62,9 +63,10 @@ class LlamaCount:
         products = (4 if arithmetic == "fp32" else 2) * (2 * q + 2 * k + 2 * h + 2 * f) + 4 * a
         token = {"none": whole, "selective": wide * h + products, "full": wide * h}[checkpointing]
         again = 0 if checkpointing == "none" else whole * self.seq_len
-        casts = self.cast if arithmetic == "autocast" else 0
+        casts = self.cast // tensor if arithmetic == "autocast" else 0
         once = ((3 * wide) if wide == 2 else 8) * h + 12
-        return Saved(self.layers * token * self.seq_len, once * self.seq_len, again, casts)
+        blocks = int(self.layers * token * self.seq_len)
+        return Saved(blocks, once * self.seq_len, int(again), casts)
 
 
 def work(seq_len: int, global_batch_size: int, **changed: object) -> Work:

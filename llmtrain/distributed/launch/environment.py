@@ -54,11 +54,11 @@ def check_environment(
     ACCELERATE_USE_DEEPSPEED into the environment.
     """
     check_docstrings(sys.flags.optimize)
-    ignored = named.ignored_problems(_launcher_file(env))
+    ignored = named.ignored_problems(launcher_file(env))
     raise_any([*ignored, *launch_problems(env, env, distributed, training)], _WHERE)
 
 
-def _launcher_file(env: Mapping[str, str]) -> Mapping[str, object]:
+def launcher_file(env: Mapping[str, str]) -> Mapping[str, object]:
     """Return the values of the file with which accelerate started this process.
 
     Empty if it was started in another way, or if the file cannot be read.

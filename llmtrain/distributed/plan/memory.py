@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import assert_never
+from typing import Protocol, assert_never
 
+from llmtrain.distributed.plan.balance import held_passes, parts_of
 from llmtrain.errors import Problem
 from llmtrain.types import (
     WHOLE,
@@ -50,8 +51,6 @@ from llmtrain.types import (
 #     bf16       parameters are bf16 in the forward (FSDP2, ZeRO)
 #     autocast   parameters are fp32, and operations cast them to bf16 (DDP, one process)
 Arithmetic = str
-# (arithmetic, activation checkpointing) → the saved activations of a forward.
-Count = Callable[[Arithmetic, str], Saved]
 
 PARTS = ("parameters", "gradients", "optimizer", "working", "activations", "head", "reserve")
 FSDP = ("fsdp2", "hsdp", "fsdp2_offload")
@@ -72,6 +71,13 @@ _GIB = 2**30
 _CONTEXT = 1.0  # GiB that CUDA and NCCL take before the first tensor
 _COMMUNICATOR = 0.3  # GiB for each further group of ranks
 _FRAGMENTS = 0.06  # share of all other memory that the allocator cannot use
+
+
+class Count(Protocol):
+    """Returns what a forward of one sequence saves on a device."""
+
+    def __call__(self, arithmetic: Arithmetic, checkpointing: str, tensor: int = 1) -> Saved:
+        """Count it. tensor: how many devices share each matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,30 +218,72 @@ def memory(
 ) -> MemoryPlan:
     """Return the bytes of the fullest device and of a node's host memory.
 
-    saved: counted with the layout's activation checkpointing and the arithmetic of its strategy.
+    saved: counted with the layout's activation checkpointing, the arithmetic of its strategy, and
+        the hardware's tensor parallelism.
     """
-    states = model_states(shape, layout.strategy, work.precision, hardware)
-    micro = layout.micro_batch_size
-    head, gradient = head_bytes(shape, saved, work, layout)
-    # Recomputed activations are needed only when the head's memory is free again; a tied head's
-    # gradient waits for that of the embedding.
-    again = max(0, micro * saved.recomputed - head + (gradient if shape.tied else 0))
+    places, cut = parts_of(shape, hardware.cut, work.seq_len), hardware.cut
+    micro, cast = layout.micro_batch_size, sum(map(_cast, places))
     resident = 0 if layout.strategy in OFFLOADS else 1
-    parts = {
-        "parameters": resident * states.parameters + shape.buffers,
-        "gradients": resident * states.gradients,
-        "optimizer": resident * states.optimizer,
-        "working": _working(shape, saved, work, layout),
-        "activations": micro * (saved.blocks + saved.once) + again,
-        "head": head,
-    }
-    parts["reserve"] = _reserve(sum(parts.values()), layout.strategy, hardware)
-    host = _host(shape, states, sum(parts.values()), layout.strategy, hardware)
-    return MemoryPlan(parts, host)
+    plans = []
+    for place, own in enumerate(places):  # one, unless the model is cut into stages
+        states = model_states(own, layout.strategy, work.precision, hardware)
+        last = place == len(places) - 1
+        head, gradient = head_bytes(own, saved, work, layout, cut.sequence) if last else (0, 0)
+        # Recomputed activations are needed only when the head's memory is free again; a tied head's
+        # gradient waits for that of the embedding.
+        recomputed = micro * saved.recomputed // cut.sequence
+        again = max(0, recomputed - head + (gradient if own.tied else 0))
+        casts = saved.casts * _cast(own) // max(cast, 1)
+        parts = {
+            "parameters": resident * states.parameters + own.buffers,
+            "gradients": resident * states.gradients,
+            "optimizer": resident * states.optimizer,
+            "working": _working(own, casts, work, layout, cut),
+            "activations": kept_bytes(own, place, saved, work, layout, cut, shape.blocks) + again,
+            "head": head,
+        }
+        parts["reserve"] = _reserve(sum(parts.values()), layout.strategy, hardware)
+        host = _host(shape, states, sum(parts.values()), layout.strategy, hardware)
+        plans.append(MemoryPlan(parts, host))
+    return max(plans, key=lambda one: one.total_bytes)
+
+
+def _cast(shape: ModelShape) -> int:
+    """Return the elements of which autocast keeps copies."""
+    return sum(math.prod(one.shape) for one in shape.parameters if one.cast)
+
+
+def kept_bytes(
+    own: ModelShape,
+    place: int,
+    saved: Saved,
+    work: Work,
+    layout: Layout,
+    cut: ModelCut,
+    blocks: int,
+) -> int:
+    """Return the bytes that forwards keep for their backwards on a device.
+
+    own: what the device holds of a model of so many blocks, at this place of its pipeline
+
+    In a pipeline a device keeps several forwards of its blocks, and has a buffer for what each
+    micro-batch of a step brings from its neighbour.
+    """
+    micro = layout.micro_batch_size
+    if cut.pipeline == 1:
+        return micro * (saved.blocks + saved.once) // cut.sequence
+    passes = held_passes(place, layout.accumulation, cut, work.pipeline_schedule)
+    of_blocks = saved.blocks * own.blocks // max(blocks, 1) // cut.stages
+    ends = saved.once if place in (0, cut.pipeline - 1) else 0
+    tokens = micro * work.seq_len // cut.sequence
+    buffers = layout.accumulation * tokens * own.hidden * _compute_bytes(work.precision)
+    return passes * micro * (of_blocks + ends) // cut.sequence + buffers
 
 
 def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Hardware) -> States:
     """Return the bytes of parameters, fp32 gradients and the optimizer's state on a rank.
+
+    shape: of what the rank holds of a model that is cut
 
     For ZeRO, which has AdamW alone, the optimizer's bytes include the fp32 masters.
     """
@@ -277,7 +325,9 @@ def persistent_bytes(shape: ModelShape, precision: str) -> int:
     return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
-def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> tuple[int, int]:
+def head_bytes(
+    shape: ModelShape, saved: Saved, work: Work, layout: Layout, sequence: int = 1
+) -> tuple[int, int]:
     """Return the peak bytes of head and loss of one micro-batch, and the head's gradient in them.
 
     With t tokens, V entries and h hidden, for fp32, bf16 and autocast:
@@ -290,9 +340,12 @@ def head_bytes(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> t
     weight is computed while that of earlier micro-batches is in memory. Chunks need the most at the
     end of the forward, when the gradients of the weight, unless it is frozen, and of the decoder's
     output are in memory, in fp32.
+
+    shape: of what a device holds
+    sequence: how many processes share the tokens
     """
     arithmetic = arithmetic_of(layout.strategy, work.precision)
-    tokens = layout.micro_batch_size * work.seq_len
+    tokens = layout.micro_batch_size * work.seq_len // sequence
     logits, inputs = tokens * shape.vocabulary, tokens * shape.hidden
     size = _compute_bytes(work.precision)
     if work.chunk is not None and saved.plain_head:
@@ -369,19 +422,22 @@ def _outside(shape: ModelShape) -> list[ParameterShape]:
     return [one for one in shape.parameters if one.block is None]
 
 
-def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int:
-    """Return the bytes that a strategy needs in addition while it computes."""
+def _working(shape: ModelShape, casts: int, work: Work, layout: Layout, cut: ModelCut) -> int:
+    """Return the bytes that a strategy needs in addition while it computes.
+
+    casts: bytes that autocast's copies of weights take
+    """
     compute = _compute_bytes(work.precision)
     if layout.strategy in FSDP:
         # The bytes of FSDP2's gathered parameters and of the gradients that it reduces. The final
         # norm and the head stay gathered, and with them two blocks. The gradients of two blocks
-        # are there in the compute dtype and in fp32. With `fsdp_sync: last` whole gradients are
-        # accumulated until the last micro-batch.
+        # are there in the compute dtype and in fp32. With `fsdp_sync: last`, and in a pipeline,
+        # whole gradients are accumulated until the last micro-batch.
         outside = sum(math.prod(one.shape) for one in _outside(shape))
         stays = outside if shape.tied else outside - shape.embedding
         gathered = compute * (stays + 2 * largest_block(shape))
         reduced = (compute + 4) * 2 * largest_block(shape, trainable=True)
-        whole = layout.fsdp_sync == "last" and layout.accumulation > 1
+        whole = (layout.fsdp_sync == "last" or cut.pipeline > 1) and layout.accumulation > 1
         return gathered + reduced + (4 * shape.trainable if whole else 0)
     if layout.strategy in ("zero1", "zero2"):
         return 3 * 4 * bucket_elements(shape)
@@ -391,7 +447,7 @@ def _working(shape: ModelShape, saved: Saved, work: Work, layout: Layout) -> int
         live = max(two, _largest(_outside(shape)))
         gathered = compute * (live + min(AHEAD, two)) + persistent_bytes(shape, work.precision)
         return 4 * bucket_elements(shape) + gathered
-    return saved.casts
+    return casts
 
 
 def _reserve(rest: int, strategy: str, hardware: Hardware) -> int:

@@ -14,20 +14,22 @@ If a layout does not fit, these changes are tried, each alone, the cheapest firs
 1. a smaller micro-batch
 2. full activation checkpointing
 3. gradients that are reduced at every micro-batch
-4. shorter blocks
-5. more devices, if the strategy shards tensors
-6. a device with more memory
+4. models that are cut over twice, four times … as many of the devices, if they can be
+5. shorter blocks
+6. more devices, if the strategy shards tensors
+7. a device with more memory
 
-The first three do not change the results of a run. If only the host lacks memory, the one remedy
+The first four do not change the results of a run. If only the host lacks memory, the one remedy
 is a larger host. Every key that is named exists.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from llmtrain.distributed.plan.balance import can_fill
 from llmtrain.distributed.plan.memory import (
     FSDP,
     OFFLOADS,
@@ -39,11 +41,12 @@ from llmtrain.distributed.plan.memory import (
     Work,
     arithmetic_of,
     memory,
+    shards,
 )
-from llmtrain.distributed.plan.speed import machine_of, step_time
+from llmtrain.distributed.plan.speed import machine_of, step_time, tensor_inside
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import size
-from llmtrain.types import ModelShape, Saved
+from llmtrain.types import ModelCut, ModelShape, Saved
 
 _SHORTEST = 128  # tokens of a block; shorter blocks are not suggested
 _MOST_DEVICES = 1024
@@ -57,11 +60,22 @@ def missing(planned: MemoryPlan, hardware: Hardware) -> int:
     return max(0, lacking)
 
 
+# Whether a model and the config of its run allow that it is cut so.
+Cuts = Callable[[ModelCut], bool]
+
+
 def remedy(
-    shape: ModelShape, count: Count, work: Work, layout: Layout, hardware: Hardware, beyond: int = 0
+    shape: ModelShape,
+    count: Count,
+    work: Work,
+    layout: Layout,
+    hardware: Hardware,
+    cuts: Cuts,
+    beyond: int = 0,
 ) -> str:
     """Return the first change that makes this layout fit, in words.
 
+    cuts: whether the model may be cut over devices
     beyond: bytes that a run needed on a device in addition to its plan
     """
     hardware = replace(hardware, device_bytes=hardware.device_bytes - beyond)
@@ -69,15 +83,21 @@ def remedy(
     def fits(saved: Saved, work: Work, layout: Layout, hardware: Hardware) -> bool:
         return not missing(memory(shape, saved, work, layout, hardware), hardware)
 
-    saved = count(arithmetic_of(layout.strategy, work.precision), layout.activation_checkpointing)
+    arithmetic, tensor = arithmetic_of(layout.strategy, work.precision), hardware.cut.tensor
+    saved = count(arithmetic, layout.activation_checkpointing, tensor)
     planned = memory(shape, saved, work, layout, hardware)
     if planned.total_bytes <= hardware.device_bytes:
         return f"a host with {_whole_gib(planned.host_bytes)} GiB of memory for each node"
     for words, changed in _other_layouts(layout, recomputes=shape.recomputes):
-        arithmetic = arithmetic_of(changed.strategy, work.precision)
-        kept = count(arithmetic, changed.activation_checkpointing)
+        kept = count(arithmetic, changed.activation_checkpointing, tensor)
         if fits(kept, work, changed, hardware):
             return words
+    for words, changed, smaller in _other_cuts(work, layout, hardware):
+        known = (work, changed, smaller)  # first what needs no count: it takes half a second
+        if fits(Saved(0, 0, 0, 0), *known) and cuts(smaller.cut):
+            kept = count(arithmetic, layout.activation_checkpointing, smaller.cut.tensor)
+            if fits(kept, *known):
+                return words
     length = work.seq_len // 2
     while length >= _SHORTEST:
         shorter = replace(work, seq_len=length)
@@ -105,6 +125,34 @@ def _other_layouts(layout: Layout, *, recomputes: bool) -> Iterator[tuple[str, L
         yield "distributed.fsdp_sync=every", replace(layout, fsdp_sync="every")
 
 
+def _other_cuts(
+    work: Work, layout: Layout, hardware: Hardware
+) -> Iterator[tuple[str, Layout, Hardware]]:
+    """Yield cuts of a model over more of the same devices, the fewest first, each with its keys."""
+    micro, size, now = layout.micro_batch_size, 2, hardware.cut
+    while size <= hardware.devices and layout.strategy not in ZERO:
+        tensors = [1 << bit for bit in range(size.bit_length())]
+        for tensor in sorted(tensors, key=lambda tensor: tensor not in (1, size)):
+            pipeline = size // tensor
+            cut = replace(now, tensor=tensor, pipeline=pipeline)
+            other = replace(hardware, cut=cut)
+            more = tensor >= now.tensor and pipeline >= now.pipeline and cut != now
+            whole = more and hardware.devices % cut.processes == 0 and tensor_inside(other)
+            if not whole or work.global_batch_size % (other.groups * micro):
+                continue
+            accumulation = work.global_batch_size // (other.groups * micro)
+            alone = layout.strategy in FSDP and shards(layout.strategy, other) < 2
+            if not alone and can_fill(accumulation, cut, work.pipeline_schedule):
+                sizes = {"tensor": (now.tensor, tensor), "pipeline": (now.pipeline, pipeline)}
+                words = " ".join(
+                    f"distributed.{key}_parallel={new}"
+                    for key, (old, new) in sizes.items()
+                    if new != old
+                )
+                yield words, replace(layout, accumulation=accumulation), other
+        size *= 2
+
+
 def _scale(saved: Saved, share: float) -> Saved:
     """Return saved activations scaled to shorter blocks.
 
@@ -119,9 +167,10 @@ def _more_devices(work: Work, layout: Layout, hardware: Hardware) -> Iterator[tu
     if layout.strategy not in (*FSDP, *ZERO):
         return
     times = 2
-    while hardware.devices * times <= min(
-        _MOST_DEVICES, work.global_batch_size // layout.micro_batch_size
-    ):
+    most = min(
+        _MOST_DEVICES, work.global_batch_size // layout.micro_batch_size * hardware.cut.processes
+    )
+    while hardware.devices * times <= most:
         if layout.strategy == "hsdp":
             local = hardware.devices_per_node * times
             yield f"{local} devices a node", replace(hardware, devices_per_node=local)
@@ -177,17 +226,23 @@ class Choice:
 
 
 def choose_strategy(
-    shape: ModelShape, count: Count, work: Work, hardware: Hardware, allowed: Sequence[str]
+    shape: ModelShape,
+    count: Count,
+    work: Work,
+    hardware: Hardware,
+    allowed: Sequence[str],
+    cuts: Cuts = lambda _cut: False,
 ) -> Choice:
     """Choose the strategy, micro-batch and checkpointing of a run on this hardware.
 
-    work: its global batch must be a multiple of the number of devices.
+    work: its global batch must be a multiple of the number of models.
     allowed: `LADDER`, or the one strategy that was requested by name.
+    cuts: for the remedies alone: models are cut as the hardware says.
 
     Raises UserError for a requested strategy whose classes to shard are not known.
     """
     steps = possible(shape, work, hardware, allowed)
-    by_strategy = [list(_candidates(name, shape, count, work, hardware)) for name in steps]
+    by_strategy = [list(_candidates(name, shape, count, work, hardware, cuts)) for name in steps]
     fitting = [one for found in by_strategy for one in found if one.fits]
     pool = [one for one in fitting if one.layout.strategy not in OFFLOADS] or fitting
     chosen = _fastest(pool)
@@ -216,15 +271,18 @@ def possible(
             raise UserError(Problem("distributed.wrap_class", "auto", expected, other))
         return tuple(allowed)
     absent = () if blocks_known else FSDP
-    if hardware.nodes == 1 or hardware.devices_per_node == 1:
+    apart = hardware.cut.tensor * hardware.cut.pipeline  # devices that hold different weights
+    if hardware.nodes == 1 or hardware.devices_per_node <= apart:
         absent = (*absent, "hsdp")
-    if hardware.devices == 1:
+    if hardware.devices == apart:
         absent = (*absent, "fsdp2")
+    if hardware.cut.processes > 1:  # DeepSpeed shards whole models
+        absent = (*absent, *ZERO, *(FSDP if hardware.devices == apart else ()))
     return tuple(name for name in LADDER if name in allowed and name not in absent)
 
 
 def _candidates(
-    strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware
+    strategy: str, shape: ModelShape, count: Count, work: Work, hardware: Hardware, cuts: Cuts
 ) -> Iterator[PlannedLayout]:
     """Yield for each kind of checkpointing the best layout that fits, otherwise the smallest.
 
@@ -235,7 +293,8 @@ def _candidates(
     if not shape.recomputes:
         kinds = ("none",)
     for checkpointing in (asked,) if asked else kinds:
-        saved = count(arithmetic_of(strategy, work.precision), checkpointing)
+        arithmetic, tensor = arithmetic_of(strategy, work.precision), hardware.cut.tensor
+        saved = count(arithmetic, checkpointing, tensor)
         layouts = list(_layouts(strategy, checkpointing, work, hardware))
         estimated = [_estimate(shape, saved, work, one, hardware) for one in layouts]
         fitting = [one for one in estimated if one.fits]
@@ -244,7 +303,7 @@ def _candidates(
             if estimated[0].fits:
                 return
         else:
-            words = remedy(shape, count, work, layouts[-1], hardware)
+            words = remedy(shape, count, work, layouts[-1], hardware, cuts)
             yield replace(estimated[-1], remedy=words)
 
 
@@ -252,7 +311,12 @@ def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) 
     """Yield all layouts, from the fastest to the one that needs the least memory."""
     share = work.global_batch_size // hardware.groups
     most = min(share, max(1, work.most_tokens // work.seq_len))
-    micro_batches = [size for size in range(most, 0, -1) if share % size == 0]
+    micro_batches = [
+        size
+        for size in range(most, 0, -1)
+        if share % size == 0
+        and (size == 1 or can_fill(share // size, hardware.cut, work.pipeline_schedule))
+    ]
     if work.micro_batch_size is not None:
         micro_batches = [work.micro_batch_size]
     for micro in micro_batches:

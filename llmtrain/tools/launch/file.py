@@ -290,20 +290,14 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> JsonObje
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
         }
-    if sizes := _mesh(strategy, hardware):
-        prefix = "parallelism_config"
-        values[prefix] = {f"{prefix}_{side}_size": size for side, size in sizes.items()}
+    cut, key = hardware.cut, "parallelism_config"
+    sides = {"tp": cut.tensor, "sp": cut.sequence}  # the config of the run names the pipeline
+    if strategy == "hsdp" or (engine == "fsdp" and cut.tensor * cut.sequence > 1):
+        replicas = hardware.nodes if strategy == "hsdp" else 1
+        sides = {"dp_replicate": replicas, "dp_shard": hardware.groups // replicas} | sides
+    if sizes := {f"{key}_{side}_size": size for side, size in sides.items() if size > 1}:
+        values[key] = sizes
     return values
-
-
-def _mesh(strategy: str, hardware: Hardware) -> dict[str, int]:
-    """Return the sides of a mesh that the launch has to name; the config names the pipeline."""
-    cut, replicas = hardware.cut, hardware.nodes if strategy == "hsdp" else 1
-    shards = hardware.groups // replicas
-    cuts = {side: size for side, size in (("tp", cut.tensor), ("sp", cut.sequence)) if size > 1}
-    if strategy == "hsdp":
-        return {"dp_replicate": replicas, "dp_shard": shards, **cuts}
-    return {"dp_shard": shards, **cuts} if cuts and family(strategy) == "fsdp" else cuts
 
 
 def write_launch_file(path: Path, values: JsonObject) -> bool:

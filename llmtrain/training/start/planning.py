@@ -29,7 +29,14 @@ from llmtrain.distributed.engines import sequence, zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family, model_cut
 from llmtrain.distributed.plan import memory
-from llmtrain.distributed.plan.strategy import Choice, choose_strategy, layout_in_words, missing
+from llmtrain.distributed.plan.balance import can_fill
+from llmtrain.distributed.plan.strategy import (
+    Choice,
+    Cuts,
+    choose_strategy,
+    layout_in_words,
+    missing,
+)
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.metrics.memory import host_bytes
 from llmtrain.model import tensor, trainable
@@ -65,11 +72,13 @@ class PaperModel:
 
     config: of transformers
     count: returns the bytes that a forward keeps, or raises CannotCountError
+    cuts: whether the model may be cut over processes so
     """
 
     config: PreTrainedConfig
     shape: ModelShape
     count: memory.Count
+    cuts: Cuts
 
 
 def describe(
@@ -95,11 +104,15 @@ def describe(
     adapter = frozen.resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
     asked = (config.model.freeze, adapter, tokens)
 
-    def count(arithmetic: str, checkpointing: str) -> Saved:
-        return count_saved(found, config.data.seq_len, arithmetic, checkpointing, *asked)
+    def count(arithmetic: str, checkpointing: str, tensor: int = 1) -> Saved:
+        seq_len = config.data.seq_len
+        return count_saved(found, seq_len, arithmetic, checkpointing, *asked, tensor)
+
+    def cuts(cut: ModelCut) -> bool:
+        return not list(cut_problems(config, found, cut))
 
     updates = partial(algorithms, config.optimizer)
-    return PaperModel(found, describe_parameters(found, *asked, updates=updates), count)
+    return PaperModel(found, describe_parameters(found, *asked, updates=updates), count, cuts)
 
 
 def _check_depth(model_config: PreTrainedConfig, hardware: memory.Hardware) -> None:
@@ -198,9 +211,10 @@ def plan_start(
     allowed = tuple(name for name in allowed if name not in without)
     resident = tuple(name for name in allowed if name not in memory.OFFLOADS)
     try:
-        choice = choose_strategy(model.shape, model.count, asked, hardware, resident or allowed)
+        choose = partial(choose_strategy, model.shape, model.count, asked, hardware)
+        choice = choose(resident or allowed, model.cuts)
         if choice.chosen is None and resident != allowed:
-            choice = choose_strategy(model.shape, model.count, asked, hardware, allowed)
+            choice = choose(allowed, model.cuts)
     except CannotCountError as error:
         layout = layout_by_tokens(allowed[0], asked, hardware)
         reason = f"memory was not planned: {error}"
@@ -302,7 +316,7 @@ def _prefer_frozen(
     share = asked.global_batch_size // hardware.groups
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
     arithmetic = memory.arithmetic_of(layout.strategy, asked.precision)
-    saved = count(arithmetic, layout.activation_checkpointing)
+    saved = count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
     needed = memory.memory(planned.shape, saved, asked, layout, hardware)
     before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
     if lacking := missing(needed, hardware):
@@ -321,8 +335,13 @@ def launch_kind(strategy: str, device: str, world_size: int, cut: ModelCut = WHO
 def layout_by_tokens(strategy: str, asked: memory.Work, hardware: memory.Hardware) -> memory.Layout:
     """Return the layout of a start if the memory of a forward is not known."""
     share = asked.global_batch_size // hardware.groups
-    most = max(1, asked.most_tokens // asked.seq_len)
-    fitting = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    most, cut = max(1, asked.most_tokens // asked.seq_len), hardware.cut
+    fitting = max(
+        size
+        for size in range(1, min(share, most) + 1)
+        if share % size == 0
+        and (size == 1 or can_fill(share // size, cut, asked.pipeline_schedule))
+    )
     micro = asked.micro_batch_size or fitting
     recompute, sync = asked.activation_checkpointing or "none", asked.fsdp_sync or "every"
     return memory.Layout(strategy, recompute, micro, share // micro, sync)

@@ -268,3 +268,30 @@ def test_adapters_of_some_blocks_alone_are_counted_block_by_block():
     kept, _ = saved_bytes(config("llama"), ids(), "fp32", "none", (), asked)
     saved = count_saved(config("llama"), SEQ_LEN, "fp32", "none", (), asked)
     assert saved.blocks + saved.once == kept
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_a_process_keeps_its_part_of_what_cut_matrices_make(arithmetic, tensor_parallel):
+    h, f, layers, a, kv, size, tokens, t = 128, 320, 5, 8, 4, 16, 96, tensor_parallel
+    h_q, h_k = a * size, kv * size
+    wide, narrow = {"fp32": (24, 4), "bf16": (16, 2), "autocast": (26, 2)}[arithmetic]
+    block = wide * h + 8 + (narrow * (2 * h_q + 2 * h_k + 4 * f) + 4 * a) // t
+    described = llama(h, f, layers, a, kv, head_dim=size, vocab_size=509)
+    whole, saved = (
+        count_saved(described, tokens, arithmetic, "none", tensor_parallel=n) for n in (1, t)
+    )
+    assert saved.blocks == tokens * layers * block
+    assert saved.once - whole.once == (tokens if t > 1 else 0)  # which ids are here, a byte each
+    linear = 2 * layers * (2 * h * h_q + 2 * h * h_k + 3 * h * f) // t
+    assert saved.casts == (linear + 2 * h * -(-509 // t) if arithmetic == "autocast" else 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_other_models_that_are_cut_are_counted_too(name, checkpointing):
+    whole, half = (
+        count_saved(config(name), SEQ_LEN, "fp32", checkpointing, tensor_parallel=t) for t in (1, 2)
+    )
+    assert half.blocks < whole.blocks or checkpointing == "full"
+    assert half.recomputed <= whole.recomputed

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import UserError
+from llmtrain.model import tensor
 from llmtrain.model.shape import describe_parameters, on_meta
 
 SMALL = small_fields(16, 3, 2, vocab_size=64)
@@ -156,3 +157,19 @@ def test_a_value_that_transformers_looks_up_in_vain_is_named():
     with pytest.raises(UserError) as caught:
         on_meta(config)
     assert "model.config.rope_parameters.rope_type = nonsense" in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "gpt_neox", "gpt2", "mixtral"])
+def test_the_axis_of_a_parameter_is_that_along_which_it_is_cut(model_type):
+    described = (
+        config(model_type, num_key_value_heads=2) if model_type != "gpt2" else config("gpt2")
+    )
+    axes = [one.axis for one in describe_parameters(described).parameters]
+    if model_type in ("gpt2", "mixtral"):  # without a plan, or with experts
+        assert set(axes) == {None}
+        return
+    model = on_meta(described)
+    names = [name for name, _ in model.named_parameters()]
+    cuts = tensor.cut_on_paper(model, 2)
+    assert axes == [cuts[name].axis if name in cuts else None for name in names]
+    assert {0, 1, None} == set(axes)

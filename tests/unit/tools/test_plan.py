@@ -353,6 +353,7 @@ def test_every_shipped_file_is_compared():
         ("fsdp2", ModelCut(pipeline=2), {}),
         ("fsdp2", ModelCut(2, 2), {"dp_shard": 4, "tp": 2}),
         ("fsdp2", ModelCut(sequence=2), {"dp_shard": 8, "sp": 2}),
+        ("fsdp2", ModelCut(sequence=16), {"sp": 16}),
         ("ddp", ModelCut(2, 2, 2), {"tp": 2, "sp": 2}),
         ("hsdp", ModelCut(2, 2), {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     ],

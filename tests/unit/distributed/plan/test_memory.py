@@ -14,6 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import GPT2Config, LlamaConfig
 
 from llmtrain.distributed.plan import memory as module
+from llmtrain.distributed.plan.balance import held_passes, parts_of, stages_of
 from llmtrain.distributed.plan.memory import (
     PARTS,
     Hardware,
@@ -26,6 +27,7 @@ from llmtrain.distributed.plan.memory import (
     memory,
     missing_package,
     model_states,
+    shards,
     state_bytes,
     states,
 )
@@ -33,7 +35,7 @@ from llmtrain.model.count import count_saved
 from llmtrain.model.cross_entropy import chunk_of
 from llmtrain.model.loss import Head
 from llmtrain.model.shape import describe_parameters
-from llmtrain.types import DTYPES, ModelShape, ParameterShape, Saved
+from llmtrain.types import DTYPES, ModelCut, ModelShape, ParameterShape, Saved
 
 EIGHT = llama(4096, 14336, 32, 32, 8, 128_256)
 COUNT = LlamaCount(4096, 14336, 32, 32, 8, 8192)
@@ -503,3 +505,106 @@ def test_a_missing_package_is_one_sentence_with_its_cure(monkeypatch):
     (problem,) = missing_package("adamw_8bit")
     assert (problem.key, problem.value) == ("optimizer.name", "adamw_8bit")
     assert "pip install 'llmtrain[quantized]'" in str(problem)
+
+
+SEVENTY = llama(8192, 28672, 80, 64, 8, 128_256)
+COUNT_70 = LlamaCount(8192, 28672, 80, 64, 8, 8192)
+NODES_OF_8 = {"nodes": 4, "cut": ModelCut(tensor=8, pipeline=4)}
+
+
+def on_32_devices(place_blocks, micro_batches, *, first=False, last=False):
+    """Bytes of a device of Llama-3-70B with tp 8 and pp 4, in bf16, with full recomputation.
+
+    Added up from the sizes of its matrices, apart from the plan. place_blocks: of this device.
+    """
+    h, f, k, v, tokens, t = 8192, 28672, 1024, 128_256, 8192, 8
+    matrices = (2 * h * h + 2 * k * h + 3 * f * h) // t
+    parameters = place_blocks * (matrices + 2 * h)
+    casts = 2 * place_blocks * matrices
+    if first:
+        parameters += v * h // t
+    if last:
+        parameters += v * h // t + h
+        casts += 2 * v * h // t
+    block = tokens * (26 * h + 2 * (2 * h + 2 * k + 4 * f) // t + 4 * 64 // t + 8)  # to be redone
+    outside = tokens * (8 * h + 12) if first or last else 0
+    passes = 4 if first else 1 if last else None
+    kept = passes * (place_blocks * tokens * 4 * h + outside)
+    head = 12 * tokens * v // t + 2 * tokens * h if last else 0
+    received = micro_batches * tokens * h * 2
+    again = max(0, block - head)
+    return {
+        "parameters": 4 * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": 8 * parameters,
+        "working": casts,
+        "activations": kept + again + received,
+        "head": head,
+    }
+
+
+def test_llama_70b_over_eight_devices_and_four_stages_is_what_its_matrices_add_up_to():
+    hardware = gpus(8, 80, **NODES_OF_8)
+    layout = Layout("ddp", "full", 1, 64, "every")
+    asked = work(8192, 64)
+    saved = COUNT_70("autocast", "full", 8)
+    saved = replace(saved, casts=saved.casts + 2 * SEVENTY.head // 8)  # autocast's copy of the head
+    found = memory(SEVENTY, saved, asked, layout, hardware)
+    stages = stages_of(SEVENTY, hardware.cut, 8192)
+    assert [len(one) for one in stages] == [20, 20, 21, 19]
+    each = [
+        on_32_devices(len(stages[0]), 64, first=True),
+        on_32_devices(len(stages[-1]), 64, last=True),
+    ]
+    expected = max(each, key=lambda one: sum(one.values()))
+    for part, size in expected.items():
+        assert found.parts[part] == pytest.approx(size, rel=1e-6), part
+    assert found.total_bytes / GIB == pytest.approx(75, abs=1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("cut", [ModelCut(2), ModelCut(1, 2), ModelCut(2, 2), ModelCut(2, 2, 1, 2)])
+def test_the_states_of_all_devices_are_those_of_the_model(strategy, cut):
+    hardware = gpus(8, 80, nodes=2, cut=cut)
+    each = [model_states(one, strategy, "bf16", hardware) for one in parts_of(EIGHT, cut, 8192)]
+    copies = cut.tensor * shards(strategy, hardware)
+    found = sum(one.parameters for one in each) * copies
+    norms = 4 * (2 * 32 + 1) * 4096 * (cut.tensor - 1)  # whole on each device
+    assert found == pytest.approx(4 * EIGHT.count + norms, rel=1e-6)
+    assert sum(one.optimizer for one in each) == 2 * sum(one.parameters for one in each)
+
+
+def test_a_tied_matrix_is_held_by_both_ends_of_a_pipeline():
+    tied = llama(64, 160, 4, 4, 4, 512, tied=True)
+    first, last = parts_of(tied, ModelCut(pipeline=2), 128)
+    assert first.count + last.count == tied.count + 512 * 64
+    assert (first.embedding, first.head, first.tied) == (512 * 64, 0, False)
+    assert (last.embedding, last.head, last.tied) == (0, 512 * 64, False)
+    (alone,) = parts_of(tied, ModelCut(tensor=2), 128)
+    assert (alone.head, alone.vocabulary, alone.tied) == (256 * 64, 256, True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "held"),
+    [
+        ("1f1b", 1, [4, 3, 2, 1]),
+        ("gpipe", 1, [16, 16, 16, 16]),
+        ("interleaved", 2, [11, 9, 7, 5]),
+    ],
+)
+def test_a_schedule_keeps_some_forwards_on_each_device(schedule, stages, held):
+    cut = ModelCut(pipeline=4, stages=stages)
+    assert [held_passes(rank, 16, cut, schedule) for rank in range(4)] == held
+    assert held_passes(0, 2, cut, "1f1b") == 2
+    assert held_passes(0, 16, ModelCut(), "gpipe") == 1
+
+
+def test_devices_that_share_rows_keep_their_part_of_the_activations_and_of_the_logits():
+    layout = Layout("ddp", "none", 1, 1, "every")
+    alone, four = (
+        memory(EIGHT, COUNT("autocast", "none"), work(8192, 8), layout, gpus(8, 80, cut=cut)).parts
+        for cut in (ModelCut(), ModelCut(sequence=4))
+    )
+    assert four["parameters"] == alone["parameters"]
+    assert four["activations"] == pytest.approx(alone["activations"] / 4, rel=1e-3)
+    assert four["head"] == pytest.approx(alone["head"] / 4)

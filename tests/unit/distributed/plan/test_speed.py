@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.config.schema import AdapterConfig
+from llmtrain.distributed.plan.balance import slowest_share
 from llmtrain.distributed.plan.memory import Hardware, Layout
 from llmtrain.distributed.plan.speed import (
     device_by_memory,
@@ -24,7 +25,7 @@ from llmtrain.model import trainable
 from llmtrain.model.loss import Head, LossModule
 from llmtrain.model.shape import shape
 from llmtrain.model.trainable import freeze
-from llmtrain.types import NOT_TRAINED, ModelShape, ParameterShape
+from llmtrain.types import NOT_TRAINED, ModelCut, ModelShape, ParameterShape
 
 # Predicted tokens a second and GPU, and the error in points of the first run: reckoned apart, in
 # twenty lines, from the same inputs.
@@ -262,3 +263,75 @@ def test_without_a_known_peak_there_is_no_share_of_it():
     small = llama(64, 160, 3, 4, 4, 500)
     assert seconds_at_peak(small, work(128, 16), gpus(1, 16, device="Tesla V100")) is None
     assert seconds_at_peak(small, work(128, 16), Hardware(1, 1, 2, 1, None, cpu=True)) is None
+
+
+EIGHT = llama(4096, 14336, 32, 32, 8, 128_256)
+SEVENTY = llama(8192, 28672, 80, 64, 8, 128_256)
+
+
+def cut_step(shape, cut, devices=8, accumulation=8, machine=H100, recompute="none", **layout):
+    planned = Layout("ddp", recompute, 1, accumulation, "every")
+    asked = work(4096, accumulation * devices // cut.processes, **layout)
+    return step_time(shape, asked, planned, gpus(devices, 80, cut=cut), machine)
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine", "expected"),
+    [
+        (EIGHT, "H100", (0.05, 0.14, 0.33)),
+        (SEVENTY, "H100", (0.03, 0.08, 0.19)),
+        (EIGHT, "RTX 4090", (0.14, 0.43, 1.01)),  # PCIe 4
+    ],
+)
+def test_sums_of_activations_take_a_share_of_the_arithmetic(shape, machine, expected):
+    each = [cut_step(shape, ModelCut(t), machine=machine_of(machine)) for t in (2, 4, 8)]
+    found = [one.sums / one.compute for one in each]
+    assert found == pytest.approx(expected, rel=0.09, abs=0.006)
+
+
+def test_each_device_of_a_model_does_its_part_of_the_arithmetic():
+    alone = cut_step(EIGHT, ModelCut(), devices=1)
+    for cut in (ModelCut(2), ModelCut(1, 2), ModelCut(1, 1, 2), ModelCut(2, 2)):
+        found = cut_step(EIGHT, cut, devices=cut.processes)
+        assert found.compute == pytest.approx(alone.compute / cut.processes)
+        assert found.tokens == alone.tokens
+        if cut.sequence == 1:  # else each has the whole gradient of its positions
+            assert found.links == 0.0
+
+
+@pytest.mark.parametrize(("accumulation", "stages"), [(4, 1), (16, 1), (8, 2)])
+def test_a_pipeline_waits_at_its_ends_and_for_its_slowest_stage(accumulation, stages):
+    cut = ModelCut(pipeline=4, stages=stages)
+    found = cut_step(EIGHT, cut, devices=4, accumulation=accumulation)
+    passes = accumulation * stages
+    pace = found.compute * 4 * slowest_share(EIGHT, cut, 4096) * (passes + 3) / passes
+    sent = 2 * stages * accumulation * 4096 * 4096 * 2 / 360e9
+    assert found.seconds == pytest.approx(pace + sent)
+    assert 1.0 <= 4 * slowest_share(EIGHT, cut, 4096) <= 1.1
+
+
+def test_recomputation_sums_again():
+    none, full = (cut_step(EIGHT, ModelCut(4), recompute=kind) for kind in ("none", "full"))
+    assert full.sums == pytest.approx(1.5 * none.sums)
+
+
+def test_a_group_across_nodes_sums_over_the_network():
+    layout = Layout("ddp", "none", 1, 8, "every")
+    inside, across = (
+        step_time(EIGHT, work(4096, 8), layout, gpus(8, 80, nodes=2, cut=ModelCut(t)), A100)
+        for t in (8, 16)
+    )
+    assert inside.sums * 240e9 / (7 / 8) == pytest.approx(across.sums * 170e9 / (15 / 16))
+
+
+def test_gradients_are_reduced_over_those_that_hold_the_same_part():
+    layout = Layout("ddp", "none", 1, 1, "every")
+    whole, half = (
+        step_time(EIGHT, work(4096, 8), layout, gpus(8, 80, cut=cut), H100)
+        for cut in (ModelCut(), ModelCut(2))
+    )
+    assert whole.links == pytest.approx(8 * EIGHT.count * 7 / 8 / 360e9)
+    assert half.links == pytest.approx(8 * EIGHT.count / 2 * 3 / 4 / 360e9, rel=1e-4)
+    # On several nodes both halves of a node share its network.
+    far = step_time(EIGHT, work(4096, 8), layout, gpus(8, 80, nodes=2, cut=ModelCut(2)), H100)
+    assert far.links == pytest.approx(8 * EIGHT.count * 7 / 8 / 340e9, rel=1e-4)

@@ -7,8 +7,9 @@ from helpers.on_paper import GIB, LlamaCount, gpus, llama, work
 
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.distributed.plan.speed import device_by_memory
-from llmtrain.distributed.plan.strategy import LADDER, choose_strategy, remedy
+from llmtrain.distributed.plan.strategy import LADDER, choose_strategy, possible, remedy
 from llmtrain.errors import UserError
+from llmtrain.types import ModelCut
 
 MODELS = {  # hidden, MLP, layers, heads, kv heads, vocabulary, tied
     "124M": (768, 2048, 12, 12, 12, 50_257, True),
@@ -56,7 +57,7 @@ def test_a_model_that_cannot_be_computed_again_is_not_offered_it():
     shape = replace(llama(h, f, layers, heads, kv, vocabulary, tied=tied), recomputes=False)
     known = LlamaCount(h, f, layers, heads, kv, 1024)
 
-    def count(arithmetic, checkpointing):
+    def count(arithmetic, checkpointing, tensor):
         assert checkpointing == "none"
         return known(arithmetic, checkpointing)
 
@@ -235,7 +236,9 @@ def test_a_run_that_needed_more_than_its_plan_gets_a_remedy_for_what_it_needed(o
     chosen = choose(name, hardware, allowed=("ddp",), **asked).chosen
     needed = hardware.device_bytes + over_gib * GIB
     beyond = int(needed) - chosen.memory.total_bytes
-    told = remedy(shape, count, work(1024, 512, **asked), chosen.layout, hardware, beyond)
+    told = remedy(
+        shape, count, work(1024, 512, **asked), chosen.layout, hardware, lambda _: False, beyond
+    )
     assert told.removesuffix(" (distributed.device_memory_gb)") == expected
 
 
@@ -273,3 +276,50 @@ def test_fsdp_by_name_for_blocks_that_nobody_names_says_which_class_it_needs(nam
     assert problem.remedy.startswith("distributed.wrap_class=Block")
     assert unnamed((name,), wrap_class="Block").candidates
     assert unnamed(("zero3",)).candidates
+
+
+def cut_choice(name, hardware, cuts=lambda _cut: True, batch=64, allowed=LADDER, **asked):
+    h, f, layers, heads, kv, vocabulary, tied = MODELS[name]
+    shape = llama(h, f, layers, heads, kv, vocabulary, tied=tied)
+    count = LlamaCount(h, f, layers, heads, kv, 1024)
+    return choose_strategy(shape, count, work(1024, batch, **asked), hardware, allowed, cuts)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [
+        (gpus(8, 80, cut=ModelCut(8)), ("ddp",)),
+        (gpus(8, 80, cut=ModelCut(2)), ("ddp", "fsdp2", "fsdp2_offload")),
+        (gpus(8, 80, cut=ModelCut(1, 1, 8)), ("ddp", "fsdp2", "fsdp2_offload")),
+        (gpus(8, 80, nodes=2, cut=ModelCut(2)), ("ddp", "hsdp", "fsdp2", "fsdp2_offload")),
+        (gpus(8, 80, nodes=2, cut=ModelCut(2, 4)), ("ddp", "fsdp2", "fsdp2_offload")),
+    ],
+)
+def test_models_that_are_cut_leave_what_has_something_to_shard(hardware, expected):
+    shape = llama(64, 160, 4, 8, 8, 512)
+    assert possible(shape, work(1024, 64), hardware, LADDER) == expected
+
+
+def test_micro_batches_fill_a_pipeline():
+    hardware = gpus(8, 80, cut=ModelCut(pipeline=4))
+    chosen = cut_choice("124M", hardware).chosen.layout
+    assert (chosen.micro_batch_size, chosen.accumulation) == (8, 4)
+    gpipe = cut_choice("124M", hardware, pipeline_schedule="gpipe").chosen.layout
+    assert (gpipe.micro_batch_size, gpipe.accumulation) == (32, 1)
+
+
+def test_where_nothing_fits_a_cut_that_would_is_named():
+    tight = {"micro_batch_size": 1, "activation_checkpointing": "full"}
+    small = gpus(8, 40)
+    (found,) = cut_choice("8B", small, allowed=("ddp",), **tight).candidates
+    key, size = found.remedy.split("=")
+    assert key == "distributed.tensor_parallel"
+    fits = {}
+    for tensor in (2, 4, 8):
+        cut = replace(small, cut=ModelCut(tensor))
+        fits[tensor] = cut_choice("8B", cut, allowed=("ddp",), **tight).chosen is not None
+    assert int(size) == min(tensor for tensor, fit in fits.items() if fit)
+    only = cut_choice("8B", small, lambda cut: cut.tensor == 1, allowed=("ddp",), **tight)
+    assert only.candidates[0].remedy.startswith("distributed.pipeline_parallel=")
+    never = cut_choice("8B", small, lambda _cut: False, allowed=("ddp",), **tight)
+    assert "distributed.tensor" not in never.candidates[0].remedy
