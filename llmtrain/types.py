@@ -319,8 +319,19 @@ class ModelCut:
         """The number of processes that have different weights."""
         return self.tensor * self.pipeline
 
+    def to_json(self) -> JsonObject:
+        """Return the fields of a `start` line that tell of it."""
+        sizes = self.tensor, self.pipeline, self.sequence
+        return dict(zip(_CUT_FIELDS, sizes, strict=True))
+
 
 WHOLE = ModelCut()
+_CUT_FIELDS = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
+
+
+def cut_of(start: JsonMapping) -> ModelCut:
+    """Return the cut that a `start` line tells of; older versions cut no model."""
+    return ModelCut(*(start.get(name, 1) for name in _CUT_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)

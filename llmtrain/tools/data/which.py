@@ -35,7 +35,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir import contents, record as jsonl
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.data.scratch import scratch_copy
-from llmtrain.types import JsonMapping, JsonObject
+from llmtrain.types import JsonMapping, JsonObject, cut_of
 
 MAX_BLOCKS_TO_CHECK = 16_384  # replayed after the step, to reach one whose digest was logged
 _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
@@ -169,7 +169,8 @@ def _starts(lines: Sequence[JsonMapping]) -> list[_Start]:
     for line in lines:
         if line["kind"] == "start":
             digests = {}
-            blocks = line["world_size"] * line["micro_batch_size"] * line["accumulation"]
+            groups = line["world_size"] // cut_of(line).processes
+            blocks = groups * line["micro_batch_size"] * line["accumulation"]
             first = line["step"]
             starts.append(_Start(first, first, blocks, tuple(line["weights"]), digests))
         elif starts:

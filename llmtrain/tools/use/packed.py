@@ -37,7 +37,7 @@ from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import result, rounds_of, score_blocks
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
-from llmtrain.types import Evaluation, JsonMapping, MicroBatch, rank_layout
+from llmtrain.types import Evaluation, JsonMapping, MicroBatch, cut_of, rank_layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +52,8 @@ class HeldOutOfRun:
 
     packing: of its blocks
     document_mask: whether documents of a block are hidden from each other
-    world_size, micro_batch_size: of the start that made the evaluation
+    groups: how many processes, or groups that share a model, scored blocks of their own
+    micro_batch_size: of the start that made the evaluation
     threads: of each of its processes; None = not known
     kernel: of attention, as `model.attention_backend` names it
     """
@@ -63,7 +64,7 @@ class HeldOutOfRun:
     packing: str
     document_mask: bool
     precision: str
-    world_size: int
+    groups: int
     micro_batch_size: int
     threads: int | None
     kernel: str
@@ -105,9 +106,9 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
     facts = glance(manifest)
     start = _start_of(run_dir, step)
     device = start.get("device_type", "cpu")
-    auto = FrozenChoices(
-        run_dir, launch_kind(start.get("strategy", ""), device, start["world_size"])
-    )
+    world_size, cut = start["world_size"], cut_of(start)
+    kind = launch_kind(start.get("strategy", ""), device, world_size, cut)
+    auto = FrozenChoices(run_dir, kind)
     return HeldOutOfRun(
         run_dir,
         held,
@@ -115,7 +116,7 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
         facts["packing"],
         facts["document_mask"],
         auto.precision or "fp32",
-        start["world_size"],
+        world_size // cut.processes,
         start["micro_batch_size"],
         auto.threads,
         auto.attention_backend or "auto",
@@ -132,7 +133,7 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
 
     _check_tokenizer(opened, measured)
     start, device = time.perf_counter(), opened.device
-    held, seq_len, world_size = measured.held, measured.seq_len, measured.world_size
+    held, seq_len, groups = measured.held, measured.seq_len, measured.groups
     single = measured.packing == "single"
     with torch.no_grad(), kernels(measured.kernel), _threads(measured.threads):
         hiding = None
@@ -159,11 +160,11 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
             return {}
 
         scored, alone = [], rank_layout(0, 1)
-        for rank in range(world_size):
-            rounds = rounds_of(held, seq_len, rank, world_size, measured.micro_batch_size)
+        for rank in range(groups):
+            rounds = rounds_of(held, seq_len, rank, groups, measured.micro_batch_size)
             own = []
             for number, blocks in enumerate(rounds, rank * len(rounds)):
-                told(number, world_size * len(rounds))
+                told(number, groups * len(rounds))
                 how = (device, alone, cast, shown, hidden)
                 own.append(score_blocks(held, blocks, seq_len, *how))
             scored.append(reduce(torch.add, own))

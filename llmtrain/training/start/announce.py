@@ -14,6 +14,7 @@ import torch
 from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import bind, changes
 from llmtrain.distributed.engines.state import ADAPTER
+from llmtrain.text import plural
 from llmtrain.training.optimizer import learning_rate
 from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
@@ -44,6 +45,7 @@ def announce(run: Run) -> None:
         run_id=processes.run_id,
         world_size=run.ranks.world_size,
         strategy=strategy,
+        **processes.launched.cut.to_json(),
         threads=processes.threads.count,
         device=device or platform.machine(),
         device_type=run.device.type,
@@ -143,9 +145,12 @@ def _accumulation(run: Run) -> int:
 
 def _summary(run: Run, trainable: int) -> list[str]:
     manifest, training, threads = run.data.manifest, run.config.training, run.processes.threads
-    count = run.ranks.world_size
-    processes = f"{count} process{'es' if count > 1 else ''}"
-    rows = f"{processes} × {run.built.micro_batch_size} × {_accumulation(run)}"
+    count, cut = run.ranks.world_size, run.processes.launched.cut
+    shared = {"matrices": cut.tensor, "blocks": cut.pipeline, "positions": cut.sequence}
+    apart = [f"the {what} of a model over {size}" for what, size in shared.items() if size > 1]
+    words = ("model", "models") if apart else ("process", "processes")
+    groups = plural(run.layout.data_size, *words)
+    rows = f"{groups} × {run.built.micro_batch_size} × {_accumulation(run)}"
     devices = torch.cuda.device_count() if run.device.type == "cuda" else 0
     sources = ", ".join(f"{s.label} ({len(s.units):,} units)" for s in manifest.sources)
     strategy, why = run.processes.launched.strategy, run.processes.planned.reason
@@ -156,7 +161,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
     memory += f" of {device_bytes / 2**30:.1f} GiB"
     recompute = run.processes.planned.layout.activation_checkpointing
     precision = f"{run.processes.precision} ({run.processes.why_precision})"
-    place = f"{strategy} on {count} × {run.device.type}, {precision}"
+    place = ", ".join([f"{strategy} on {count} × {run.device.type}", *apart, precision])
     return [
         *_devices(devices, run.ranks.world_size),
         f"threads   {threads.count} a process ({threads.why})",

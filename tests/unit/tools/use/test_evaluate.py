@@ -86,11 +86,11 @@ def test_documents_are_hidden_from_each_other_where_the_run_hides_them(tmp_path)
 
 def test_the_order_of_sums_is_that_of_the_runs_processes(run):
     measured = packed.heldout_of(run, 4, "RUN")
-    assert (measured.world_size, measured.micro_batch_size) == (2, 3)
+    assert (measured.groups, measured.micro_batch_size) == (2, 3)
     assert packed.heldout_of(run, None, "RUN").micro_batch_size == 3
     opened = packed_model(run)
     alone = packed.score(opened, measured, nothing).loss
-    other = replace(measured, world_size=1, micro_batch_size=1)
+    other = replace(measured, groups=1, micro_batch_size=1)
     assert packed.score(opened, other, nothing).loss == pytest.approx(alone, abs=1e-6)
 
 
@@ -112,7 +112,7 @@ def test_the_layout_is_that_of_the_start_that_made_the_evaluation(tmp_path):
     lines.insert(2, json.dumps(start))
     (run / contents.METRICS).write_text("\n".join(lines) + "\n")
     found = [packed.heldout_of(run, step, "RUN") for step in (4, 8, 12)]
-    assert [(one.world_size, one.micro_batch_size) for one in found] == [(2, 3), (4, 5), (4, 5)]
+    assert [(one.groups, one.micro_batch_size) for one in found] == [(2, 3), (4, 5), (4, 5)]
 
 
 def test_another_model_is_scored_on_the_held_out_set_of_a_run(run, tmp_path):
