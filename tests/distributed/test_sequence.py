@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.tiny import lines, status, tiny_config, write_config
+from helpers.tiny import lines, status, tiny_config, weights, write_config
 from transformers import AutoModelForCausalLM
 
 STEPS = 6
@@ -121,6 +121,7 @@ def same(found, expected):
         ("single", "fsdp2", 2),
         pytest.param("concat", "fsdp2", 4, marks=pytest.mark.wide),
         pytest.param("single", "ddp", 4, marks=pytest.mark.wide),
+        pytest.param("bestfit", "hsdp", 4, marks=pytest.mark.wide),
     ],
 )
 def test_a_run_in_parts_is_the_run_of_one_process_and_goes_on_as_one(
@@ -130,7 +131,8 @@ def test_a_run_in_parts_is_the_run_of_one_process_and_goes_on_as_one(
     run(server, one, config(one / "run", packing=packing), 1)
     made = config(parts / "run", 2, packing)
     made["distributed"]["strategy"] = strategy
-    run(server, parts, made, world_size, "training.steps=3")
+    nodes = {"LOCAL_WORLD_SIZE": "2"} if strategy == "hsdp" else {}
+    run(server, parts, made, world_size, "training.steps=3", **nodes)
     made["distributed"]["sequence_parallel"] = 1
     run(server, parts, made, 1, "distributed.strategy=auto")
     same(parts / "run", one / "run")
@@ -140,18 +142,27 @@ def test_a_run_in_parts_is_the_run_of_one_process_and_goes_on_as_one(
     AutoModelForCausalLM.from_pretrained(parts / "run" / "checkpoints" / "step-00000003")
 
 
-def test_a_killed_process_of_a_group_ends_the_others_and_the_same_command_resumes(server, tmp_path):
-    one, parts = tmp_path / "one", tmp_path / "parts"
-    made = config(parts / "run", 2, "bestfit", hidden_size=64)
-    made["model"]["activation_checkpointing"] = "full"
-    path = str(write_config(parts, made))
-    faults = {"LLMTRAIN_FAULTS": "loop.micro@rank=1@step=5@nth=2=kill"}
-    assert server.run(["train", path], 2, parts, faults) == [75, KILLED]
-    assert status(parts / "run")["exit_code"] == 75
-    run(server, parts, made, 2)
-    assert [line["resumed_from"] for line in lines(parts / "run", "start")][1:] == ["step-00000003"]
-    run(server, one, config(one / "run", packing="bestfit", hidden_size=64), 1)
-    same(parts / "run", one / "run")
+def test_a_killed_process_of_a_group_ends_the_others_and_the_same_command_ends_in_equal_bits(
+    server, tmp_path
+):
+    """The launch file says how many share rows."""
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    fault = {"LLMTRAIN_FAULTS": "loop.micro@rank=1@step=5@nth=2=kill"}
+    for folder in (straight, struck):
+        made = config(folder / "run", "auto", "bestfit", hidden_size=64)
+        made["model"]["activation_checkpointing"] = "full"
+        path = str(write_config(folder, made))
+        if folder == struck:
+            assert server.run(["train", path], 2, folder, launched | fault) == [75, KILLED]
+            assert status(folder / "run")["exit_code"] == 75
+        run(server, folder, made, 2, **launched)
+    resumed = [line["resumed_from"] for line in lines(struck / "run", "start")]
+    assert resumed == [None, "step-00000003"]
+    assert weights(struck / "run", STEPS) == weights(straight / "run", STEPS)
+    assert list(json.loads((struck / "run" / "auto.json").read_text())["launches"]) == [
+        "ddp/cpu/2/sequence-2"
+    ]
 
 
 NO_HEADS = {"num_attention_heads": None, "num_key_value_heads": None}
