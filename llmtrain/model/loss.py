@@ -37,7 +37,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import VocabularyPart, linear_cross_entropy, token_losses
 from llmtrain.text import first_line
-from llmtrain.types import NOT_TRAINED
+from llmtrain.types import NOT_TRAINED, Passage
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap
 # (Gemma 2, RecurrentGemma).
@@ -206,6 +206,7 @@ class LossModule(nn.Module):
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
         self._projection = (model.get_output_embeddings(),)
+        self._passage: Passage | None = None  # of a model that is cut into stages
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 # It looks for padding in the ids, as in GPT-2: a GPU would be waited for.
@@ -256,6 +257,10 @@ class LossModule(nn.Module):
         keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
             input_ids = input_ids.reshape(position_ids.shape)
+        if self._passage is not None and self._passage.goes_on:
+            self.model.base_model(input_ids, **keywords)
+            assert self._passage.passed is not None
+            return self._passage.passed
         if self.head is None or all_logits:
             self._real = real
             try:
@@ -268,6 +273,14 @@ class LossModule(nn.Module):
             return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
         known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
         return self._from_hidden(hidden, labels, each, known)
+
+    def run_as_stage(self, passage: Passage) -> None:
+        """From now on, return what a stage passes on, unless it is the last one.
+
+        The model has been cut: it may have no head any more.
+        """
+        self._passage = passage
+        self._projection = (self.model.get_output_embeddings(),)
 
     def _from_hidden(
         self, hidden: Tensor, labels: Tensor, each: bool, known: dict[str, Any]

@@ -39,6 +39,7 @@ from llmtrain.config.schema import DdpConfig, DistributedConfig
 from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
 from llmtrain.distributed.engines.fsdp import Sharding
+from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.engines.zero import DeepSpeedEngine
 from llmtrain.distributed.launch.environment import family, model_cut
 from llmtrain.distributed.launch.named import is_true
@@ -210,7 +211,9 @@ def _launched(
     engine: Engine = (
         DeepSpeedEngine(accelerator)
         if family(strategy) == "zero"
-        else TorchEngine(accelerator, sharding, layout, groups)
+        else (PipelineEngine if cut.pipeline > 1 else TorchEngine)(
+            accelerator, sharding, layout, groups
+        )
     )
     place = (ranks, cut, layout, groups, accelerator.device)
     return Launched(accelerator, strategy, *place, engine, sharding)

@@ -291,6 +291,8 @@ class TorchEngine(Engine):
         self._bare = model
         if self._sharding:
             self._model = fsdp.prepare(module, optimizer, self._sharding)
+        elif self._groups.pipeline is not None:  # whose engine adds up gradients itself
+            self._model = self._accelerator.prepare_model(module, evaluation_mode=True)
         elif self.cuts:
             self._model = self._replicated(module)
         else:
@@ -408,7 +410,8 @@ class TorchEngine(Engine):
 
     def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
         """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
-        rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
+        layout, ranks = self._layout, self._layout.replicas
+        rank = layout.data_rank * (ranks // layout.data_size) + layout.sequence_rank
         if self.cuts:
             return self._cut_pieces(spec, writing=writing)
         if writing and dealt and not self._sharding:

@@ -298,12 +298,18 @@ def _sharded(module: nn.Module) -> list[FSDPModule]:
 _SENT = 8 << 20  # bytes that are sent at once
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters, buffers and tensors that are plain attributes of a module, by name."""
+    return {**dict(model.named_parameters()), **dict(_other_tensors(model))}
+
+
 def share_weights(
     model: nn.Module,
     whole: nn.Module | None,
     device: torch.device,
     cuts: Mapping[str, Cut] | None = None,
     tensor_rank: int = 0,
+    sent: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Send every rank its part of the weights of `whole`, and all buffers.
 
@@ -311,30 +317,32 @@ def share_weights(
     whole: the same model with its weights on rank 0, None on the other ranks.
     cuts: how parameters are cut before they are sharded: of those, part after part is sent.
     tensor_rank: the number of this rank's part of them.
+    sent: the `named_tensors` of the whole model, if `model` is a stage that has only some of them.
 
     Collective. It needs `_SENT` bytes of extra memory on the device, and on rank 0 a copy of a
     parameter that is cut by columns.
     """
     buffer = torch.empty(_SENT, dtype=torch.uint8, device=device)
-    source = dict(whole.named_parameters()) if whole else {}
-    for name, parameter in model.named_parameters():
-        part, cut = state.piece(name, parameter.detach()), (cuts or {}).get(name)
-        given = source[name].detach() if whole else None
-        start, shape = part.start, tuple(parameter.shape)
+    source = named_tensors(whole) if whole else {}
+    parameters, others = dict(model.named_parameters()), dict(_other_tensors(model))
+    for name, like in (named_tensors(model) if sent is None else sent).items():
+        given, cut = source[name].detach() if whole else None, (cuts or {}).get(name)
+        start, into = 0, torch.empty(0, dtype=like.dtype, device=device)
+        if name in parameters:
+            _, start, into = state.piece(name, parameters[name].detach())
+        elif name in others:
+            # On the device even if parameters are offloaded: those are gathered there.
+            into = torch.empty_like(others[name], device=device)
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, into)
         if cut is not None:
-            start, shape = start + cut.offset(tensor_rank), cut.shape
+            start += cut.offset(tensor_rank)
             if given is not None and cut.axis:
                 parts = (cut.part(given, rank) for rank in range(len(cut.sizes)))
                 given = torch.cat([one.reshape(-1) for one in parts])
         flat = None if given is None else given.reshape(-1)
-        _receive(part.data, start, math.prod(shape), flat, buffer)
-    others = dict(_other_tensors(whole)) if whole else {}
-    for (owner, name), tensor in list(_other_tensors(model)):
-        # On the device even if parameters are offloaded: those are gathered on it, buffers are not.
-        into = torch.empty_like(tensor, device=device)
-        given = others[owner, name].reshape(-1) if whole else None
-        _receive(into.view(-1), 0, into.numel(), given, buffer)
-        setattr(model.get_submodule(owner), name, into)
+        size = math.prod(like.shape if cut is None else cut.shape)
+        _receive(into.view(-1), start, size, flat, buffer)
 
 
 def _receive(into: Tensor, start: int, size: int, given: Tensor | None, buffer: Tensor) -> None:
@@ -358,10 +366,10 @@ def _receive(into: Tensor, start: int, size: int, given: Tensor | None, buffer: 
             into[low - start : high - start].copy_(sent[low - first : high - first])
 
 
-def _other_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers, persistent or not, and tensors that are plain attributes of a module."""
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         for name, held in (vars(module) | buffers).items():
             if isinstance(held, Tensor):
-                yield (owner, name), held
+                yield f"{owner}.{name}".lstrip("."), held

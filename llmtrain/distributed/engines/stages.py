@@ -124,6 +124,13 @@ def own_tensors(model: Any, anatomy: Anatomy, mine: Sequence[range]) -> set[int]
     return found
 
 
+def tied_weight(model: Any) -> str | None:
+    """Return the name of the weight that embedding and head share, if it is trained."""
+    shared = _ids_of([model.get_input_embeddings()]) & _ids_of([model.get_output_embeddings()])
+    named = model.named_parameters()
+    return next((name for name, p in named if id(p) in shared and p.requires_grad), None)
+
+
 def _ids_of(modules: Iterable[nn.Module]) -> set[int]:
     return {id(t) for one in modules for t in (*one.parameters(), *one.buffers())}
 

@@ -125,6 +125,12 @@ def share_out(held: Iterable[Piece], names: Container[str], rank: int, of: int) 
         offset += piece.data.nbytes
 
 
+def with_moments(names: Container[str], spec: Spec) -> set[str]:
+    """Return those of the spec's tensors that have one of these names, or are its moments."""
+    every = (name for part in spec.values() for name in part)
+    return {name for name in every if name in names or name.rpartition(".")[0] in names}
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, without a copy."""
     if not isinstance(tensor, DTensor):

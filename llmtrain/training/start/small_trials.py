@@ -20,6 +20,7 @@ from torch import Tensor
 from llmtrain.agreement import agreed
 from llmtrain.distributed.engines import sequence
 from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.distributed.engines.stages import Anatomy, CannotCutError, examine
 from llmtrain.distributed.ranks import lost_peer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import attention
@@ -48,6 +49,7 @@ _SPREAD = 3.0  # larger weights than a fresh model's, which let little through f
 _WIDTH = re.compile(r"(_size|dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
 _NO_WIDTH = re.compile(r"vocab|chunk|block|window|kernel|conv|num_")
 _known: dict[str, str] = {}  # what `why_apart` has found, by all that it depends on
+_anatomies: dict[str, Anatomy] = {}  # what `anatomy` has found, by config
 
 
 def why_apart(config: PreTrainedConfig, seq_len: int) -> str:
@@ -152,6 +154,25 @@ def _differ(whole: Tensor, part: Tensor, cut: Cut | None, rank: int) -> bool:
         return whole.grad is not part.grad
     expected = whole.grad if cut is None else cut.part(whole.grad, rank)
     return bool((part.grad - expected).abs().max() > _CUT_WITHIN * whole.grad.abs().max())
+
+
+def anatomy(config: PreTrainedConfig) -> Anatomy:
+    """Return where a model can be cut into stages, by a small random one.
+
+    config: of transformers; it is not changed
+
+    Raises CannotCutError if it cannot be.
+    """
+    key = config.to_json_string()
+    if key in _anatomies:
+        return _anatomies[key]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = small_model(config)
+    if small is None:
+        raise CannotCutError("no small model of its config can be built, to try it")
+    _anatomies[key] = examine(small)
+    return _anatomies[key]
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:

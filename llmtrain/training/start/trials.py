@@ -16,6 +16,7 @@ would differ. Also, a lack of memory is noticed before the first step.
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from llmtrain.agreement import agreed
 from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines import sequence
 from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import lost_peer
 from llmtrain.errors import Problem, UserError, raise_any
@@ -103,7 +105,8 @@ def _forward(
     model: PreTrainedModel, prepared: nn.Module, precision: str, launched: Launched
 ) -> Forward:
     """Return the forward of a whole model, or where ranks have parts of it that of all of them."""
-    if family(launched.strategy) == "ddp":
+    in_stages = isinstance(launched.engine, PipelineEngine)
+    if family(launched.strategy) == "ddp" and not in_stages:
         return bare_forward(model, launched.device, precision)
     return partial(prepared, all_logits=True)
 
@@ -371,13 +374,15 @@ class Trial:
     compiled: bool = False
 
 
-def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
+def discarded_pass(trial: Trial, micro_batch_size: int, micro_batches: int) -> None:
     """Make a forward and backward with gradient synchronisation.
+
+    micro_batches: of a step, which a pipeline needs all of
 
     Afterwards buffers are restored and gradients are cleared.
     """
     with keeping_buffers(trial.model):
-        _pass(trial, micro_batch_size, last=True)
+        _pass(trial, micro_batch_size, micro_batches, last=True)
         trial.launched.engine.clear()
 
 
@@ -399,7 +404,7 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
         with keeping_buffers(trial.model):
             try:
                 for _ in range(2):
-                    _pass(trial, micro_batch_size, last=False)
+                    _pass(trial, micro_batch_size, 1, last=False)
             except torch.cuda.OutOfMemoryError:
                 failed = 1
             trial.launched.engine.clear()
@@ -412,7 +417,7 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
     raise UserError(Problem("training.micro_batch_size", candidates[-1], expected, remedy))
 
 
-def _pass(trial: Trial, rows: int, *, last: bool) -> None:
+def _pass(trial: Trial, rows: int, micro_batches: int, *, last: bool) -> None:
     engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
     layout = trial.launched.layout
     own = layout.positions(seq_len)
@@ -423,6 +428,10 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
         name, compiled = trial.hiding, trial.compiled
         documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
     row: MicroBatch = {"input_ids": ids, "labels": ids, "all_trained": True, **documents}
+    one = torch.ones((), device=device)
+    if isinstance(engine, PipelineEngine):
+        collections.deque(engine.forward_backward([row] * micro_batches, one), maxlen=0)
+        return
     with engine.micro(last=last):
         loss = trial.model(**(row if layout.sequence_size == 1 else in_parts(row, own)))
-        engine.backward(loss, torch.ones((), device=device))
+        engine.backward(loss, one)

@@ -26,7 +26,9 @@ from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines import fsdp, sequence, state as tensors
+from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.launch.environment import family
+from llmtrain.distributed.plan.balance import stages_of
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, shape
 from llmtrain.model.base import Base
@@ -90,7 +92,7 @@ def build_model(
     if (group := launched.groups.sequence) is not None:
         ours = sequence.exchanged(attention.attention, group)
         attention.use(built.bare, attention.backend(built.bare), ours)
-    prepared = _prepare(built, processes, optimizer, config.training.z_loss)
+    prepared = _prepare(config, built, processes, optimizer)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
     if group is not None:
@@ -101,7 +103,8 @@ def build_model(
     trial = trials.Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
-        trials.discarded_pass(trial, micro_batch_size)
+        rows = config.training.global_batch_size // launched.layout.data_size
+        trials.discarded_pass(trial, micro_batch_size, rows // micro_batch_size)
     beside = frozen.adapter_files(config, processes, built.bare, spec)
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
@@ -194,23 +197,30 @@ def _choose(config: Config, processes: Processes, asked: str, head: Head | str) 
 
 
 def _prepare(
-    model: Built, processes: Processes, optimizer: torch.optim.Optimizer, z_loss: float
+    config: Config, model: Built, processes: Processes, optimizer: torch.optim.Optimizer
 ) -> nn.Module:
     """Return the module whose forward is called, prepared by the engine. Collective.
 
     Its weights are loaded. Afterwards `model.whole` is on the meta device too.
     """
     launched, kernel = processes.launched, processes.auto.loss_kernel or "logits"
+    z_loss = config.training.z_loss
     loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
     module: nn.Module = loss
+    sent = fsdp.named_tensors(model.bare)
     if (group := launched.groups.tensor) is not None:
         driven = tensors.names_of(optimizer, model.bare)
         launched.engine.cuts = cut_model(loss, group)
         tensors.replace_parameters(optimizer, model.bare, driven)
+    if isinstance(launched.engine, PipelineEngine):
+        anatomy = small_trials.anatomy(model.bare.config)
+        ranges = stages_of(processes.planned.shape, launched.cut, config.data.seq_len)
+        schedule = config.distributed.pipeline_schedule
+        launched.engine.cut_into_stages(loss, optimizer, anatomy, ranges, schedule)
     if model.apart:
         assert launched.sharding is not None
         module = fsdp.prepare_empty(module, optimizer, launched.sharding)
-        own = launched.engine.cuts, launched.layout.tensor_rank
+        own = launched.engine.cuts, launched.layout.tensor_rank, sent
         fsdp.share_weights(model.bare, model.whole, launched.device, *own)
         if model.whole:
             model.whole.to("meta")

@@ -1,0 +1,321 @@
+"""The engine of a pipeline: each process has some blocks of the model, and passes hidden states on.
+
+The micro-batches of a step are those of the accumulation. A schedule of torch decides when each
+stage runs the forward and the backward of which:
+
+    1f1b, 2 stages, 4 micro-batches    stage 0: F0 F1 B0 F2 B1 F3 B2    B3
+                                       stage 1:    F0 B0 F1 B1 F2 B2 F3 B3
+
+The last stage has the losses. What FSDP2 and DDP do otherwise within a backward is done by hand
+where they would not fit: without sharding, gradients are added up over the replicas behind the last
+backward (torch's DDP fails under some schedules). A head that is tied to the embedding is held by
+the first and by the last stage, whose gradients are added up on both: the same bits on both sides,
+since a + b is b + a.
+
+Evaluation and samples have no schedule: each process passes on what it has computed, and begins
+with the next micro-batch while others still work on this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from llmtrain import faults, system
+from llmtrain.distributed.engines import fsdp, stages, state
+from llmtrain.distributed.engines.engine import TorchEngine, unequal_ranks
+from llmtrain.torch_private import flattened
+from llmtrain.types import MicroBatch, Passage, Piece, Spec
+
+_BUCKET = 25 << 20  # bytes of gradients that are added up at once
+
+
+class PipelineEngine(TorchEngine):
+    """DDP, FSDP2 and HSDP between pipelines."""
+
+    def cut_into_stages(
+        self,
+        module: Any,
+        optimizer: torch.optim.Optimizer,
+        anatomy: stages.Anatomy,
+        ranges: Sequence[range],
+        schedule: str,
+    ) -> None:
+        """Keep this rank's stages, in place, before `prepare`.
+
+        module: the `LossModule` around the whole model; what of it is left has the same names
+        ranges: the blocks of each stage
+        schedule: as `distributed.pipeline_schedule`
+        """
+        model, pipeline = module.model, self._pipeline
+        ranks = dist.get_world_size(pipeline)
+        self._ranges, self._schedule_name = ranges, schedule
+        self._mine = {n: one for n, one in enumerate(ranges) if n % ranks == self._layout.stage}
+        mine = [*self._mine.values()]
+        own = stages.own_tensors(model, anatomy, mine)
+        named = {False: state.named_parameters(model), True: dict(model.named_parameters())}
+        self._names = {base: [*parameters] for base, parameters in named.items()}
+        tensors = state.named_tensors(model)
+        self._own = {name for name, tensor in tensors.items() if id(tensor) in own}
+        ends = {0, ranks - 1}
+        tie = stages.tied_weight(model)
+        self._tie = tie if self._layout.stage in ends else None
+        self._vocabulary: int = model.config.get_text_config().vocab_size
+        self._passage = stages.cut(model, anatomy, mine)
+        module.run_as_stage(self._passage)
+        left = {id(parameter) for parameter in model.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) in left]
+        optimizer.param_groups[:] = [one for one in optimizer.param_groups if one["params"]]
+
+    @property
+    def _pipeline(self) -> dist.ProcessGroup:
+        assert self._groups.pipeline is not None, "only a pipeline has this engine"
+        return self._groups.pipeline
+
+    def prepare(
+        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> nn.Module:
+        """See `Engine.prepare`. The module's forward has no gradients: `forward_backward` has."""
+        self._part = super().prepare(module, model, optimizer)
+        self._parts: list[_Part] = []
+        self._schedule: Any = None
+        self._model = _Passing(self)
+        return self._model
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], scale: Tensor
+    ) -> Iterator[Tensor]:
+        """See `Engine.forward_backward`. Yields losses on the last stage alone.
+
+        Every step must have as many micro-batches as the first one, all of one shape.
+        """
+        count = len(micro_batches)
+        if self._schedule is None:
+            self._schedule = self._make_schedule(count)
+        losses: list[Tensor | None] = [None] * count
+        for part in self._parts:
+            part.begin(micro_batches, losses)
+        self._scale_of_step = scale
+        numbers = torch.arange(count)
+        is_last = self._layout.last_stage
+        targets: dict[str, Any] = {"target": numbers, "losses": []} if is_last else {}
+        self._schedule.step(number=numbers, return_outputs=False, **targets)
+        system.beat("the reduction of a step")
+        self._reduce()
+        yield from (loss for loss in losses if loss is not None)
+
+    def _make_schedule(self, micro_batches: int) -> Any:
+        """Return the schedule, whose first step makes a pass more to find out what is sent."""
+        device, total = self._accelerator.device, len(self._ranges)
+        self._parts = [
+            _Part(self._part, self._passage, blocks, last=number == total - 1)
+            for number, blocks in self._mine.items()
+        ]
+        held = [
+            _Stage(self, part, number, total, device)
+            for number, part in zip(self._mine, self._parts, strict=True)
+        ]
+        how: dict[str, Any] = {
+            "loss_fn": lambda loss, _number: loss * self._scale_of_step,
+            "scale_grads": False,
+        }
+        match self._schedule_name:
+            case "interleaved":
+                return ScheduleInterleaved1F1B([*held], micro_batches, **how)
+            case "gpipe":
+                return ScheduleGPipe(held[0], micro_batches, **how)
+        return Schedule1F1B(held[0], micro_batches, **how)
+
+    def reduce_in_backward(self, *, last: bool) -> None:
+        """Set what the next backward does, which is the last one of its stage or not."""
+        if self._sharding:
+            fsdp.reduce_in_backward(self._part, self._sharding, last=last)
+
+    def _reduce(self) -> None:
+        """Add up the gradients over replicas, and those of a tied weight over both its ends."""
+        replicas = self._groups.replicas
+        if replicas is not None and not self._sharding:
+            for parameter in self._parameters:  # another replica may have used it
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            for bucket in _buckets(self._gradients(self._parameters)):
+                flat = flattened(bucket)
+                dist.all_reduce(flat, group=replicas)
+                flat /= self._layout.replicas
+                parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+                for gradient, part in zip(bucket, parts, strict=True):
+                    gradient.copy_(part.view_as(gradient))
+        if self._tie is not None:
+            weight = dict(self._bare.named_parameters())[self._tie]
+            if weight.grad is not None and (gradient := state.local(weight.grad)).numel():
+                self._add_other_end(gradient)
+
+    def _add_other_end(self, gradient: Tensor) -> None:
+        """Add what the first stage has to what the last one has, and the other way round."""
+        pipeline, other = self._pipeline, torch.empty_like(gradient)
+        peer = dist.get_world_size(pipeline) - 1 - self._layout.stage
+        work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, gradient, group=pipeline, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=pipeline, group_peer=peer),
+            ]
+        )
+        for one in work:
+            one.wait()
+        gradient += other
+
+    def _counted_parameters(self) -> list[nn.Parameter]:
+        """See `TorchEngine`. A tied weight is counted by the first stage."""
+        own = {id(p) for n, p in state.named_parameters(self._bare).items() if n in self._own}
+        return [one for one in super()._counted_parameters() if id(one) in own]
+
+    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
+        """See `Engine.pieces`. Each stage writes its own tensors, and reads what it has."""
+        names = self._own if writing else state.named_tensors(self._bare).keys()
+        kept = state.with_moments(names, spec)
+        here = {
+            file: {n: one for n, one in part.items() if n in kept} for file, part in spec.items()
+        }
+        return super().pieces(here, writing=writing, dealt=dealt)
+
+    def unequal_replicas(self, *, base: bool = False) -> dict[str, list[int]]:
+        """See `TorchEngine`. Processes with the same stages are compared."""
+        count = self._sharding.replicas if self._sharding else self._layout.replicas
+        if count == 1:
+            return {}
+        bare = self._bare
+        held = dict(bare.named_parameters()) if base else state.named_parameters(bare)
+        names, nothing = self._names[base], torch.empty(0, device=self._accelerator.device)
+        parts = [state.local(held[name]) if name in held else nothing for name in names]
+        return unequal_ranks(names, parts, count)
+
+    def infer(self, input_ids: Tensor, keywords: Mapping[str, Any]) -> Tensor:
+        """Return what a whole `LossModule` does, without gradients.
+
+        The losses are those of the last stage, and zeros on the others; logits are on all.
+        """
+        pipeline, last = self._pipeline, len(self._ranges) - 1
+        ranks = dist.get_world_size(pipeline)
+        positions = keywords.get("position_ids")
+        shape = input_ids.shape if positions is None else positions.shape
+        width = self._bare.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        found: Tensor | None = None
+        for number, blocks in self._mine.items():
+            given: Tensor | None = None
+            if number:
+                # In fp32, whatever the stage before it computes in: it holds narrower values too.
+                given = torch.empty(*shape, width, device=input_ids.device)
+                dist.recv(given, group=pipeline, group_src=(number - 1) % ranks)
+            with self._passage.through(blocks, given):
+                found = self._part(input_ids, **keywords)
+            if number < last:
+                self._send(found.float().contiguous(), (number + 1) % ranks)
+        if keywords.get("labels") is not None:
+            if self._layout.last_stage:
+                assert found is not None
+                return found
+            return input_ids.new_zeros(
+                input_ids.shape if keywords.get("each") else (), dtype=torch.float32
+            )
+        if not self._layout.last_stage:
+            rows = shape if keywords.get("all_logits") else shape[:1]
+            found = torch.empty(*rows, self._vocabulary, device=input_ids.device)
+        assert found is not None
+        found = found.contiguous()
+        dist.broadcast(found, group=pipeline, group_src=ranks - 1)
+        return found
+
+    def _send(self, hidden: Tensor, to: int) -> None:
+        """Begin to send; the memory is kept until it is sent, and one at a time is on its way."""
+        if self._sending is not None:
+            self._sending[0].wait()
+        work = dist.isend(hidden, group=self._pipeline, group_dst=to)
+        self._sending = None if work is None else (work, hidden)
+
+    _sending: tuple[dist.Work, Tensor] | None = None
+
+
+class _Passing(nn.Module):
+    """The module whose forward evaluation and samples call."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        super().__init__()
+        self.module = engine._part
+        self._engine = engine
+
+    def forward(self, input_ids: Tensor, **keywords: Any) -> Tensor:
+        return self._engine.infer(input_ids, keywords)
+
+
+class _Part(nn.Module):
+    """One stage, as a schedule calls it: the number of a micro-batch → hidden states, or a loss."""
+
+    def __init__(self, module: nn.Module, passage: Passage, blocks: range, *, last: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._passage, self._blocks, self._last = passage, blocks, last
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._losses: list[Tensor | None] = []
+
+    def begin(self, micro_batches: Sequence[MicroBatch], losses: list[Tensor | None]) -> None:
+        """Take the micro-batches of a step, and the list for their losses."""
+        self._micro_batches, self._losses = micro_batches, losses
+
+    def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
+        index = int(number)
+        faults.hit("loop.micro")
+        system.beat("a micro-batch", index + 1, len(self._micro_batches))
+        if hidden is not None and hidden.requires_grad:
+            # torch refuses to send a gradient that is not contiguous.
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # no stub
+        with self._passage.through(self._blocks, hidden):
+            found: Tensor = self.module(**self._micro_batches[index])
+        if self._last:
+            self._losses[index] = found.detach()
+        return found
+
+
+class _Stage(PipelineStage):
+    """A stage whose backward knows whether it is the last one of a step."""
+
+    def __init__(
+        self, engine: PipelineEngine, part: _Part, number: int, of: int, device: torch.device
+    ) -> None:
+        super().__init__(part, number, of, device, group=engine._pipeline)
+        self._engine = engine
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        self._engine.reduce_in_backward(last=last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield some gradients at a time, of one dtype."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size >= _BUCKET or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
