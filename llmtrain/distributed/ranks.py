@@ -124,6 +124,21 @@ def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:
     return vector
 
 
+def add_from_peer(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int) -> None:
+    """Add a peer's tensor in place, and let it add this one: the same bits on both.
+
+    peer: its number in the group
+    """
+    other = torch.empty_like(tensor)
+    exchange = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    tensor += other
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether an exception means that another process is gone."""
     if isinstance(error, dist.DistError):

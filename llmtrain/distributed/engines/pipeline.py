@@ -34,6 +34,7 @@ from torch.distributed.pipelining import (
 from llmtrain import faults, system
 from llmtrain.distributed.engines import fsdp, stages, state
 from llmtrain.distributed.engines.engine import TorchEngine, unequal_ranks
+from llmtrain.distributed.ranks import add_from_peer
 from llmtrain.torch_private import flattened
 from llmtrain.types import MicroBatch, Passage, Piece, Spec
 
@@ -102,7 +103,7 @@ class PipelineEngine(TorchEngine):
         """
         count = len(micro_batches)
         if self._schedule is None:
-            self._schedule = self._make_schedule(count)
+            self._schedule = self.schedule_of(count)
         losses: list[Tensor | None] = [None] * count
         for part in self._parts:
             part.begin(micro_batches, losses)
@@ -115,8 +116,8 @@ class PipelineEngine(TorchEngine):
         self._reduce()
         yield from (loss for loss in losses if loss is not None)
 
-    def _make_schedule(self, micro_batches: int) -> Any:
-        """Return the schedule, whose first step makes a pass more to find out what is sent."""
+    def schedule_of(self, micro_batches: int) -> Any:
+        """Return the schedule of steps; the first makes one more pass, to find out what is sent."""
         device, total = self._accelerator.device, len(self._ranges)
         self._parts = [
             _Part(self._part, self._passage, blocks, last=number == total - 1)
@@ -159,21 +160,8 @@ class PipelineEngine(TorchEngine):
         if self._tie is not None:
             weight = dict(self._bare.named_parameters())[self._tie]
             if weight.grad is not None and (gradient := state.local(weight.grad)).numel():
-                self._add_other_end(gradient)
-
-    def _add_other_end(self, gradient: Tensor) -> None:
-        """Add what the first stage has to what the last one has, and the other way round."""
-        pipeline, other = self._pipeline, torch.empty_like(gradient)
-        peer = dist.get_world_size(pipeline) - 1 - self._layout.stage
-        work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, gradient, group=pipeline, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=pipeline, group_peer=peer),
-            ]
-        )
-        for one in work:
-            one.wait()
-        gradient += other
+                last = dist.get_world_size(self._pipeline) - 1
+                add_from_peer(gradient, self._pipeline, last - self._layout.stage)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         """See `TorchEngine`. A tied weight is counted by the first stage."""

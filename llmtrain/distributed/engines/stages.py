@@ -56,7 +56,7 @@ def examine(model: Any) -> Anatomy:
 
     model: a small model in evaluation mode, of transformers; it is used up
     """
-    anatomy = _anatomy(model)
+    anatomy = anatomy_of(model)
     count = len(model.get_submodule(anatomy.blocks))
     if count < 2:
         return anatomy
@@ -191,8 +191,9 @@ class _Nothing(nn.Module):
         return torch.zeros(*given.shape, self._width, dtype=self._dtype, device=given.device)
 
 
-def _anatomy(model: Any) -> Anatomy:
-    name, blocks = _list_of_blocks(model)
+def anatomy_of(model: Any) -> Anatomy:
+    """Return where a model would be cut, from one forward of it. Raises CannotCutError."""
+    name, blocks = list_of_blocks(model)
     outer = dict(_outside(model, name))
     calls: list[str] = []
     widths: dict[str, int | None] = {}
@@ -233,7 +234,7 @@ def _anatomy(model: Any) -> Anatomy:
     return Anatomy(name, first, tuple(dict.fromkeys(after)), tuples)
 
 
-def _list_of_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+def list_of_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Return the list of a model's repeated blocks, with its name."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     lists = {n: one for n, one in model.named_modules() if isinstance(one, nn.ModuleList)}

@@ -364,6 +364,7 @@ class Trial:
 
     hiding: the attention that hides documents, None if they are not hidden
     compiled: whether the model is compiled
+    rows: this rank's rows of a step
     """
 
     model: nn.Module
@@ -372,17 +373,16 @@ class Trial:
     vocabulary: int
     hiding: str | None = None
     compiled: bool = False
+    rows: int = 1
 
 
-def discarded_pass(trial: Trial, micro_batch_size: int, micro_batches: int) -> None:
+def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
     """Make a forward and backward with gradient synchronisation.
-
-    micro_batches: of a step, which a pipeline needs all of
 
     Afterwards buffers are restored and gradients are cleared.
     """
     with keeping_buffers(trial.model):
-        _pass(trial, micro_batch_size, micro_batches, last=True)
+        _pass(trial, micro_batch_size, last=True)
         trial.launched.engine.clear()
 
 
@@ -404,7 +404,7 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
         with keeping_buffers(trial.model):
             try:
                 for _ in range(2):
-                    _pass(trial, micro_batch_size, 1, last=False)
+                    _pass(trial, micro_batch_size, last=False)
             except torch.cuda.OutOfMemoryError:
                 failed = 1
             trial.launched.engine.clear()
@@ -417,7 +417,7 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
     raise UserError(Problem("training.micro_batch_size", candidates[-1], expected, remedy))
 
 
-def _pass(trial: Trial, rows: int, micro_batches: int, *, last: bool) -> None:
+def _pass(trial: Trial, rows: int, *, last: bool) -> None:
     engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
     layout = trial.launched.layout
     own = layout.positions(seq_len)
@@ -430,7 +430,8 @@ def _pass(trial: Trial, rows: int, micro_batches: int, *, last: bool) -> None:
     row: MicroBatch = {"input_ids": ids, "labels": ids, "all_trained": True, **documents}
     one = torch.ones((), device=device)
     if isinstance(engine, PipelineEngine):
-        collections.deque(engine.forward_backward([row] * micro_batches, one), maxlen=0)
+        micro_batches = [row] * (trial.rows // rows)  # as many as in each step
+        collections.deque(engine.forward_backward(micro_batches, one), maxlen=0)
         return
     with engine.micro(last=last):
         loss = trial.model(**(row if layout.sequence_size == 1 else in_parts(row, own)))

@@ -100,11 +100,11 @@ def build_model(
     hiding = trials.hiding_attention(built.bare, prepared, data, precision, launched)
     vocabulary = built.bare.config.get_text_config().vocab_size
     seq_len, is_compiled = config.data.seq_len, compiled != "off"
-    trial = trials.Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled)
+    rows = config.training.global_batch_size // launched.layout.data_size
+    trial = trials.Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled, rows)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
-        rows = config.training.global_batch_size // launched.layout.data_size
-        trials.discarded_pass(trial, micro_batch_size, rows // micro_batch_size)
+        trials.discarded_pass(trial, micro_batch_size)
     beside = frozen.adapter_files(config, processes, built.bare, spec)
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
