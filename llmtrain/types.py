@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict
@@ -423,46 +422,6 @@ def rank_layout(rank: int, world_size: int, cut: ModelCut = WHOLE) -> RankLayout
         leads=inside == 0,
         tells_loss=last_stage and tensor_rank == 0,
     )
-
-
-@dataclass(slots=True)
-class Passage:
-    """The hidden states that come into a stage of a pipeline and leave it, while a forward runs.
-
-    count: blocks of the whole model
-    blocks: those of the stage that runs; None = none does
-    given: what comes from the stage before it, (B, T, h)
-    passed: what the next one is given
-    """
-
-    count: int
-    blocks: range | None = None
-    given: torch.Tensor | None = None
-    passed: torch.Tensor | None = None
-
-    @contextmanager
-    def through(self, blocks: range, given: torch.Tensor | None) -> Iterator[None]:
-        """Let a forward in this context be that of the stage with these blocks."""
-        self.blocks, self.given, self.passed = blocks, given, None
-        try:
-            yield
-        finally:
-            self.blocks = self.given = None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a stage runs that is not the last one."""
-        return self.blocks is not None and self.blocks.stop < self.count
-
-    def at(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the block behind this one is given, which is not of the stage that runs."""
-        assert self.blocks is not None, "a cut model has a forward only as one of its stages"
-        if number == self.blocks.start - 1:
-            assert self.given is not None, "only the first stage is given nothing"
-            return self.given
-        if number == self.blocks.stop:
-            self.passed = hidden
-        return hidden
 
 
 class Flags(NamedTuple):

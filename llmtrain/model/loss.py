@@ -37,7 +37,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.model.attention import model_keywords
 from llmtrain.model.cross_entropy import VocabularyPart, linear_cross_entropy, token_losses
 from llmtrain.text import first_line
-from llmtrain.types import NOT_TRAINED, Passage
+from llmtrain.types import NOT_TRAINED
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap
 # (Gemma 2, RecurrentGemma).
@@ -46,6 +46,10 @@ _WIDTHS = ("dim_model_base",)  # MiniCPM multiplies by it and divides by the hid
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _TOKENS = 8
 _WITHIN = 1e-5  # of the largest logit
+
+
+# The decoder, ids and keywords → what a stage of a pipeline passes on; None = it is the last one.
+PassOn = Callable[[nn.Module, Tensor, dict[str, Any]], Tensor | None]
 
 
 class Head(NamedTuple):
@@ -206,11 +210,19 @@ class LossModule(nn.Module):
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
         self._projection = (model.get_output_embeddings(),)
-        self._passage: Passage | None = None  # of a model that is cut into stages
+        self._pass_on: PassOn = _nothing
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 # It looks for padding in the ids, as in GPT-2: a GPU would be waited for.
                 part.warn_if_padding_and_no_attention_mask = lambda _ids, _mask: None
+
+    def become_stage(self, pass_on: PassOn) -> None:
+        """From now on, return what `pass_on` does, unless that is None.
+
+        The model has been cut: it may have no head any more.
+        """
+        self._pass_on = pass_on
+        self._projection = (self.model.get_output_embeddings(),)
 
     def share_vocabulary(self, part: VocabularyPart, enter: Callable[[Tensor], Tensor]) -> None:
         """Compute the loss from the head's part of the vocabulary, together with other processes.
@@ -257,10 +269,8 @@ class LossModule(nn.Module):
         keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
             input_ids = input_ids.reshape(position_ids.shape)
-        if self._passage is not None and self._passage.goes_on:
-            self.model.base_model(input_ids, **keywords)
-            assert self._passage.passed is not None
-            return self._passage.passed
+        if (passed := self._pass_on(self.model.base_model, input_ids, keywords)) is not None:
+            return passed
         if self.head is None or all_logits:
             self._real = real
             try:
@@ -273,14 +283,6 @@ class LossModule(nn.Module):
             return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
         known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
         return self._from_hidden(hidden, labels, each, known)
-
-    def run_as_stage(self, passage: Passage) -> None:
-        """From now on, return what a stage passes on, unless it is the last one.
-
-        The model has been cut: it may have no head any more.
-        """
-        self._passage = passage
-        self._projection = (self.model.get_output_embeddings(),)
 
     def _from_hidden(
         self, hidden: Tensor, labels: Tensor, each: bool, known: dict[str, Any]
@@ -355,6 +357,10 @@ class LossModule(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output head of the model; None if rows of it are trained apart."""
         return _bare(self.model.get_output_embeddings())
+
+
+def _nothing(_decoder: nn.Module, _ids: Tensor, _keywords: dict[str, Any]) -> None:
+    """Pass nothing on, as the last stage, or a model that has no stages."""
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:

@@ -36,7 +36,7 @@ from llmtrain.distributed.engines import fsdp, stages, state
 from llmtrain.distributed.engines.engine import TorchEngine, unequal_ranks
 from llmtrain.distributed.ranks import add_from_peer
 from llmtrain.torch_private import flattened
-from llmtrain.types import MicroBatch, Passage, Piece, Spec
+from llmtrain.types import MicroBatch, Piece, Spec
 
 _BUCKET = 25 << 20  # bytes of gradients that are added up at once
 
@@ -73,7 +73,7 @@ class PipelineEngine(TorchEngine):
         self._tie = tie if self._layout.stage in ends else None
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._passage = stages.cut(model, anatomy, mine)
-        module.run_as_stage(self._passage)
+        module.pass_on = self._passage.run
         left = {id(parameter) for parameter in model.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [one for one in group["params"] if id(one) in left]
@@ -249,7 +249,9 @@ class _Passing(nn.Module):
 class _Part(nn.Module):
     """One stage, as a schedule calls it: the number of a micro-batch → hidden states, or a loss."""
 
-    def __init__(self, module: nn.Module, passage: Passage, blocks: range, *, last: bool) -> None:
+    def __init__(
+        self, module: nn.Module, passage: stages.Passage, blocks: range, *, last: bool
+    ) -> None:
         super().__init__()
         self.module = module
         self._passage, self._blocks, self._last = passage, blocks, last

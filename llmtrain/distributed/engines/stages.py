@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,54 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.text import first_line
-from llmtrain.types import Passage
 
 _TOKENS = 8
 
 
 class CannotCutError(Exception):
     """A model cannot be cut into stages; the message says why."""
+
+
+@dataclass(slots=True)
+class Passage:
+    """The hidden states that come into a stage of a pipeline and leave it, while a forward runs.
+
+    count: blocks of the whole model
+    blocks: those of the stage that runs; None = none does
+    given: what comes from the stage before it, (B, T, h)
+    passed: what the next one is given
+    """
+
+    count: int
+    blocks: range | None = None
+    given: Tensor | None = None
+    passed: Tensor | None = None
+
+    @contextmanager
+    def through(self, blocks: range, given: Tensor | None) -> Iterator[None]:
+        """Let a forward in this context be that of the stage with these blocks."""
+        self.blocks, self.given, self.passed = blocks, given, None
+        try:
+            yield
+        finally:
+            self.blocks = self.given = None
+
+    def run(self, decoder: nn.Module, ids: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
+        """Return what a stage passes on; None, without a forward, for the last one."""
+        if self.blocks is None or self.blocks.stop == self.count:
+            return None
+        decoder(ids, **keywords)
+        return self.passed
+
+    def at(self, number: int, hidden: Tensor) -> Tensor:
+        """Return what the block behind this one is given, which is not of the stage that runs."""
+        assert self.blocks is not None, "a cut model has a forward only as one of its stages"
+        if number == self.blocks.start - 1:
+            assert self.given is not None, "only the first stage is given nothing"
+            return self.given
+        if number == self.blocks.stop:
+            self.passed = hidden
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)
