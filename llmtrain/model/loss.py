@@ -205,7 +205,8 @@ class LossModule(nn.Module):
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
         if self.has_router_loss:
             model.base_model.register_forward_hook(self._leave_padding_out)
-        # Of the last forward whose loss is trained: () fp32, detached. None without a router loss.
+        # Of the last forward whose loss is trained, times its coefficient and the number of trained
+        # tokens, so in the unit of the sum: () fp32, detached. None without a router loss.
         self.router_loss: Tensor | None = None
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
@@ -263,8 +264,6 @@ class LossModule(nn.Module):
         Returns the summed cross-entropy in nats, () fp32; with `each`, without gradient, that of
         each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits of
         the last position, (B, V) fp32, or with `all_logits` of all, (B, T, V) fp32.
-        Where a model has a router loss and is trained, `router_loss` is it afterwards, times its
-        coefficient and the number of trained tokens: () fp32, in the unit of the sum.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end

@@ -73,7 +73,7 @@ class PipelineEngine(TorchEngine):
         self._tie = tie if self._layout.stage in ends else None
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._passage = stages.cut(model, anatomy, mine)
-        module.pass_on = self._passage.run
+        module.become_stage(self._passage.run)
         left = {id(parameter) for parameter in model.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [one for one in group["params"] if id(one) in left]

@@ -52,11 +52,8 @@ def anatomy_of(model):
 def through(model, passage, blocks, ids, given):
     """What a stage passes on; the logits of the last one."""
     with passage.through(blocks, given):
-        if passage.goes_on:
-            model.base_model(ids, use_cache=False)
-        else:
-            return model(ids, use_cache=False).logits
-    return passage.passed
+        passed = passage.run(model.base_model, ids, {"use_cache": False})
+        return model(ids, use_cache=False).logits if passed is None else passed
 
 
 @pytest.mark.parametrize("kind", KINDS)
