@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.cli.options import WIDTH, busy, show
-from llmtrain.distributed.plan.speed import HFU
+from llmtrain.distributed.plan.speed import HFU, across_nodes
 from llmtrain.errors import UserError
 from llmtrain.text import duration, short, size, wrap
 
@@ -74,6 +74,7 @@ def plan_lines(found: Plan) -> Iterator[str]:
     each = f"{hardware.device_bytes / 2**30:.1f} GiB"
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
+    yield from _cut(found)
     blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
     yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
     yield ""
@@ -89,6 +90,20 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield from _speeds(found)
     yield from _duration(found)
     yield from _rates(found)
+
+
+def _cut(found: Plan) -> Iterator[str]:
+    """Yield over how many devices each model is cut, and what a group across nodes costs."""
+    hardware, one = found.hardware, found.chosen or found.choice.candidates[0]
+    if hardware.cut.processes == 1:
+        return
+    sizes = {key: size for key, size in hardware.cut.to_json().items() if size > 1}
+    ways = ", ".join(f"{key.replace('_', ' ')} {size}" for key, size in sizes.items())
+    count, each = hardware.groups, f"{hardware.cut.processes:,} devices"
+    where = f"{count:,} models, each on {each}" if count > 1 else f"one model on {each}"
+    yield from _label("cut", f"{ways}: {where}; computed, not measured")
+    if warned := across_nodes(found.shape, found.work, one.layout, hardware):
+        yield from _label("warning", "; ".join(warned))
 
 
 def _duration(found: Plan) -> Iterator[str]:

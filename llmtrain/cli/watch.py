@@ -12,6 +12,7 @@ from pathlib import Path
 from llmtrain.cli.options import show
 from llmtrain.report import verdict
 from llmtrain.rundir import contents
+from llmtrain.rundir.record import strategy_in_words
 from llmtrain.text import columns, count, duration, fit, fixed, harmless, percent, plural, short
 from llmtrain.tools.watch import View, Watcher
 
@@ -72,7 +73,7 @@ def frame(view: View, width: int, height: int) -> list[str]:
     where = " · ".join(
         part
         for part in (
-            view.strategy,
+            strategy_in_words(view.to_json()) if view.strategy else None,
             plural(view.world_size, "process", "processes") if view.world_size else None,
             view.device,
         )

@@ -14,6 +14,7 @@ from llmtrain.report import verdict
 from llmtrain.report.collect import Points, Tables, collect, column, thin
 from llmtrain.report.page import fill, write
 from llmtrain.report.svg import Figure, Series, draw, smooth
+from llmtrain.rundir.record import strategy_in_words
 from llmtrain.text import compact, fixed
 
 _DRAWN = 4
@@ -89,8 +90,11 @@ def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
         values = [run.settings.get(key, "–") for run in runs]
         if key not in _OWN and any(value != values[0] for value in values):
             rows.append((key, [compact(value) for value in values]))
-    for name, field in (("processes", "world_size"), ("strategy", "strategy")):
-        starts = [_of_start(run, field) for run in runs]
+    told = {
+        "processes": [_of_start(run, "world_size") for run in runs],
+        "strategy": [strategy_in_words(run.last_start) for run in runs],
+    }
+    for name, starts in told.items():
         if len(set(starts)) > 1:
             rows.append((name, starts))
     return rows

@@ -28,7 +28,7 @@ from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, RunError, UserError, needed_on_disk
 from llmtrain.rundir.contents import METRICS
-from llmtrain.types import JsonMapping, JsonObject
+from llmtrain.types import JsonMapping, JsonObject, cut_of
 
 _log = logging.getLogger(__name__)
 
@@ -512,6 +512,9 @@ STATUS = {
     "checkpoint": "name of the newest complete checkpoint",
     "strategy": "`ddp`, `fsdp2`, `zero3` …; null until it is chosen",
     "world_size": "number of processes",
+    "tensor_parallel": "processes that share each matrix; null until it is chosen",
+    "pipeline_parallel": "processes that share the blocks; null until it is chosen",
+    "sequence_parallel": "processes that share the positions; null until it is chosen",
     "restarts": "number of starts after the first",
     "updated": "when the file was written, ISO 8601, UTC",
 }
@@ -555,6 +558,17 @@ WORDS = {
     "untrained_blocks": "Blocks had no token to train",
     "update_skipped": "An update was skipped, as its loss or gradient was not finite",
 }
+
+
+def strategy_in_words(start: JsonMapping) -> str:
+    """Return the strategy of a `start` line, and over how many processes its models are cut."""
+    sizes = cut_of(start).to_json().items()
+    cuts = (
+        f" × {key.replace('_', ' ')} {size}"
+        for key, size in sizes
+        if isinstance(size, int) and size > 1
+    )
+    return f"{start.get('strategy') or '?'}{''.join(cuts)}"
 
 
 def in_words(event: JsonMapping) -> str:

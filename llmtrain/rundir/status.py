@@ -35,6 +35,9 @@ _EMPTY: dict[str, object] = {
     "checkpoint": None,
     "strategy": None,
     "world_size": None,
+    "tensor_parallel": None,
+    "pipeline_parallel": None,
+    "sequence_parallel": None,
     "restarts": 0,
     "updated": None,
 }
@@ -182,7 +185,7 @@ class FrozenChoices:
 
     @property
     def launch(self) -> JsonObject:
-        """The values frozen for launches with the same strategy, device type and world size."""
+        """The values frozen for launches of the same strategy, device type, world size and cut."""
         return self.launches.setdefault(self._launch, {})
 
     @property

@@ -16,7 +16,11 @@ from llmtrain.checkpoint.files import most_at_once
 from llmtrain.config.checks import check
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
-from llmtrain.distributed.launch.environment import model_cut, split_problems
+from llmtrain.distributed.launch.environment import (
+    model_cut,
+    split_problems,
+    strategy_problems,
+)
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan import strategy
 from llmtrain.distributed.plan.memory import (
@@ -169,6 +173,7 @@ class Plan:
             "fits": None if self.uncounted else chosen is not None,
             "devices": hardware.devices_per_node,
             "nodes": hardware.nodes,
+            **hardware.cut.to_json(),
             "device_bytes": hardware.device_bytes,
             "host_bytes": hardware.host_bytes,
             "seq_len": self.work.seq_len,
@@ -215,9 +220,13 @@ def plan(
         raise_any(trainable.missing_for_four_bits(cpu=True))
     if host_memory_gb is not None:
         hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
-    problems = [*split_problems(config.training, hardware.devices, hardware.cut)]
-    if config.distributed.strategy == "hsdp":
-        mesh = (hardware.nodes, hardware.devices_per_node)
+    cut, asked = hardware.cut, config.distributed.strategy
+    problems = [
+        *strategy_problems(asked, hardware.devices, cut),
+        *split_problems(config.training, hardware.devices, cut),
+    ]
+    if asked == "hsdp":
+        mesh = (hardware.nodes, hardware.devices_per_node // (cut.tensor * cut.pipeline))
         problems += one_sided("distributed.strategy", mesh)
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None

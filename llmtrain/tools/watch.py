@@ -16,7 +16,7 @@ from llmtrain.rundir import contents, lock, status
 from llmtrain.rundir.goodput import StepSums
 from llmtrain.rundir.record import Tail, as_number, in_words, is_of_all, require_record
 from llmtrain.system import is_alive, start_time
-from llmtrain.types import JsonMapping, JsonObject
+from llmtrain.types import JsonMapping, JsonObject, cut_of
 
 _POINTS = 2000
 _SILENT = 60.0  # seconds without a line after which a person should know
@@ -45,6 +45,9 @@ class View:
     steps: int | None
     strategy: str | None
     world_size: int | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    sequence_parallel: int
     device: str | None
     loss: float | None
     router_loss: float | None
@@ -93,6 +96,7 @@ class Watcher:
             steps=_whole(self._start.get("steps")) or None,
             strategy=_text(self._start.get("strategy")),
             world_size=_whole(self._start.get("world_size")) or None,
+            **cut_of(self._start).to_json(),
             device=_text(self._start.get("device")),
             loss=as_number(train.get("loss")),
             router_loss=as_number(train.get("router_loss")),

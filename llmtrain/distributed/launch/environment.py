@@ -267,7 +267,8 @@ def strategy_problems(strategy: str, processes: int, cut: ModelCut) -> Iterator[
     """
     if cut.processes == 1:
         return
-    key, named_cut = "distributed.strategy", _in_words(cut)
+    key, sizes = "distributed.strategy", cut.to_json()
+    named_cut = " and ".join(f"distributed.{name} = {n}" for name, n in sizes.items() if n > 1)
     if family(strategy) == "zero":
         expected = f"ddp, fsdp2 or hsdp with {named_cut}: DeepSpeed shards whole models"
         yield Problem(key, strategy, expected, f"fsdp2, as in {named.example('fsdp2_tp')}")
@@ -282,7 +283,7 @@ def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> I
     if processes % cut.processes == 0:
         yield from check_batch(training, processes // cut.processes)
         return
-    sizes = {key: size for key, size in _sizes(cut).items() if size > 1}
+    sizes = {f"distributed.{key}": size for key, size in cut.to_json().items() if size > 1}
     (key, size), *others = sizes.items()
     expected = f"a divisor of the {processes} processes"
     if others:
@@ -290,19 +291,6 @@ def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> I
         expected += f", as {product} = {cut.processes} together are to be"
     near = -(-processes // cut.processes) * cut.processes
     yield Problem(key, size, expected, f"{near} processes, or other sizes")
-
-
-def _sizes(cut: ModelCut) -> dict[str, int]:
-    """Return the keys that cut a model, each with its size."""
-    return {
-        "distributed.tensor_parallel": cut.tensor,
-        "distributed.pipeline_parallel": cut.pipeline,
-        "distributed.sequence_parallel": cut.sequence,
-    }
-
-
-def _in_words(cut: ModelCut) -> str:
-    return " and ".join(f"{key} = {size}" for key, size in _sizes(cut).items() if size > 1)
 
 
 def _plain() -> str:

@@ -167,6 +167,34 @@ def tensor_inside(hardware: Hardware) -> bool:
     return hardware.devices_per_node % hardware.cut.tensor == 0
 
 
+def across_nodes(
+    shape: ModelShape, work: Work, layout: Layout, hardware: Hardware
+) -> tuple[str, str] | None:
+    """Return what sums of tensor parallelism across nodes cost, and what to do; None on one node.
+
+    The seconds are those of a step, by the formula, where the speed of the network is known.
+    """
+    cut, local = hardware.cut, hardware.devices_per_node
+    if tensor_inside(hardware):
+        return None
+    found = f"distributed.tensor_parallel = {cut.tensor} crosses nodes of {local}"
+    machine = None if hardware.cpu else machine_of(hardware.device)
+    if machine is not None:
+        far, near = (
+            seconds_of_sums(shape, work, layout, hardware, one)
+            for one in (machine, replace(machine, across=machine.inside))
+        )
+        compute = step_time(shape, work, layout, hardware, machine).compute
+        found += (
+            f": its sums take {far:.2g} s of a step by the formula, {near:.2g} s inside a node, "
+            f"beside {compute:.2g} s of arithmetic"
+        )
+    else:
+        found += ": four sums of activations a block and micro-batch go over the network"
+    most = max(size for size in range(1, local + 1) if local % size == 0 and size < cut.tensor)
+    return found, f"distributed.tensor_parallel={most}, with distributed.pipeline_parallel"
+
+
 def _width(work: Work) -> int:
     """Return the bytes of an element of an activation."""
     return 4 if work.precision == "fp32" else 2

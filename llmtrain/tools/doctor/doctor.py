@@ -34,10 +34,16 @@ from llmtrain.data.chat.template import NAMED
 from llmtrain.data.remote.fetch import AttemptError, wait_for
 from llmtrain.data.sources.local import is_local
 from llmtrain.data.survey import Survey, survey
-from llmtrain.distributed.launch.environment import model_cut, split_problems
+from llmtrain.distributed.launch.environment import (
+    model_cut,
+    split_problems,
+    strategy_problems,
+)
 from llmtrain.distributed.plan.memory import checkpoint_bytes
+from llmtrain.distributed.plan.speed import across_nodes
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, lock
+from llmtrain.rundir.record import strategy_in_words
 from llmtrain.text import size
 from llmtrain.tools.data.scratch import scratch_copy
 from llmtrain.tools.doctor import machine
@@ -241,11 +247,13 @@ def plan(context: DoctorContext) -> Verdict:
 
 def _plan(context: DoctorContext) -> Verdict:
     from llmtrain.training.start.frozen import decide_kernels
+    from llmtrain.training.start.planning import work
     from llmtrain.training.start.processes import decide_precision, plan_here
 
     config, env = context.run, _rank(context)
-    cut = model_cut(env, config.distributed)
-    raise_any(split_problems(config.training, int(env["WORLD_SIZE"]), cut))
+    cut, processes = model_cut(env, config.distributed), int(env["WORLD_SIZE"])
+    wrong = strategy_problems(config.distributed.strategy, processes, cut)
+    raise_any([*wrong, *split_problems(config.training, processes, cut)])
     precision, _ = decide_precision(config, Alone())
     found = plan_here(config, precision, decide_kernels(config), _base(config), 0, env)
     layout, hardware = found.layout, found.hardware
@@ -255,12 +263,16 @@ def _plan(context: DoctorContext) -> Verdict:
     kind = "process" if hardware.cpu else "device"
     count = f"{hardware.devices} {kind}{'es' * hardware.cpu if hardware.devices > 1 else ''}"
     kept = files.most_at_once(config.checkpoint, config.training.steps or 0)
-    return ok(
-        f"{layout.strategy} on {count}, micro-batch {layout.micro_batch_size} × "
+    placed = strategy_in_words({"strategy": layout.strategy} | cut.to_json())
+    fits = ok(
+        f"{placed} on {count}, micro-batch {layout.micro_batch_size} × "
         f"{layout.accumulation}, activation checkpointing {layout.activation_checkpointing}: "
         f"{size(found.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
         f"{size(kept * checkpoint_bytes(found.shape))} of checkpoints at most"
     )
+    asked = work(config, precision, cpu=hardware.cpu)
+    warned = across_nodes(found.shape, asked, layout, hardware)
+    return join([fits, warning(*warned)]) if warned else fits
 
 
 def _rank(context: DoctorContext) -> Mapping[str, str]:

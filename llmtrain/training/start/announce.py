@@ -35,7 +35,7 @@ def announce(run: Run) -> None:
     values = bind(run.config).values  # computed again, since the length in steps is known now
     on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
-    strategy = processes.launched.strategy
+    strategy, sizes = processes.launched.strategy, processes.launched.cut.to_json()
     parameters, trainable = _sizes(run)
     cuda = run.device.type == "cuda"
     device = torch.cuda.get_device_name(run.device) if cuda else platform.processor()
@@ -45,7 +45,7 @@ def announce(run: Run) -> None:
         run_id=processes.run_id,
         world_size=run.ranks.world_size,
         strategy=strategy,
-        **processes.launched.cut.to_json(),
+        **sizes,
         threads=processes.threads.count,
         device=device or platform.machine(),
         device_type=run.device.type,
@@ -64,7 +64,7 @@ def announce(run: Run) -> None:
         vocabulary=run.data.tokenizer.length,
         set=dict(run.config.origins),
     )
-    journal.status(step=first, checkpoint=resumed_from, strategy=strategy)
+    journal.status(step=first, checkpoint=resumed_from, strategy=strategy, **sizes)
     for line in _summary(run, trainable):
         _log.info(line)
 

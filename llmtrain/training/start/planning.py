@@ -30,6 +30,7 @@ from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family, model_cut
 from llmtrain.distributed.plan import memory
 from llmtrain.distributed.plan.balance import can_fill
+from llmtrain.distributed.plan.speed import across_nodes
 from llmtrain.distributed.plan.strategy import (
     Choice,
     Cuts,
@@ -222,6 +223,8 @@ def plan_start(
     if choice.chosen is None:
         raise does_not_fit(choice, hardware, without)
     layout, needed = choice.chosen.layout, choice.chosen.memory
+    if warned := across_nodes(model.shape, asked, layout, hardware):
+        _log.warning("; ".join(warned))
     planned = Planned(layout, model.shape, hardware, needed, choice.reason)
     return _prefer_frozen(planned, model.count, asked, run_dir)
 

@@ -146,3 +146,11 @@ def test_it_does_not_wait_in_what_is_no_run(tmp_path, monkeypatch):
     for options in ({"once": True, "as_json": False}, {"once": False, "as_json": True}):
         with pytest.raises(UserError, match="a run directory"):
             watch(tmp_path / "new", **options)
+
+
+def test_over_how_many_processes_a_model_is_cut_stands_beside_the_strategy(tmp_path):
+    start, *lines = runs.history(30)
+    cut = {"tensor_parallel": 2, "pipeline_parallel": 1, "sequence_parallel": 1}
+    view = Watcher(runs.write_run(tmp_path, [start | cut, *lines])).look()
+    assert "ddp × tensor parallel 2 · 2 processes" in frame(view, 120, 24)[0]
+    assert {key: view.to_json()[key] for key in cut} == cut

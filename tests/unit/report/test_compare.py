@@ -48,3 +48,10 @@ def test_a_run_without_numbers_beside_another_is_no_error(tmp_path, lines):
     page = render([collect(empty), collect(run(tmp_path, "b"))])
     assert "nothing can be compared" in page
     assert "<script>alert" not in page
+
+
+def test_runs_whose_models_are_cut_otherwise_differ_in_their_strategy(tmp_path):
+    a, b = run(tmp_path, "a"), run(tmp_path, "b", tensor_parallel=2)
+    assert differences([collect(a), collect(b)]) == [
+        ("strategy", ["ddp", "ddp × tensor parallel 2"])
+    ]

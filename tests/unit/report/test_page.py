@@ -428,3 +428,9 @@ def test_curves_and_words_stand_out_from_the_page(scheme):
         assert contrast(own[name], own["page"]) >= 3.5
     for name in ("ink", "soft", "good", "look", "bad", "accent"):
         assert contrast(own[name], own["page"]) >= 4.5, name
+
+
+def test_the_head_of_a_page_names_what_cuts_the_model(tmp_path):
+    start = runs.start_line(0) | {"strategy": "fsdp2", "tensor_parallel": 2}
+    page = write_report(runs.write_run(tmp_path, [start])).read_text(encoding="utf-8")
+    assert "fsdp2 × tensor parallel 2 on 2 × cpu" in page

@@ -16,6 +16,9 @@ FIELDS = [
     "checkpoint",
     "strategy",
     "world_size",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "sequence_parallel",
     "restarts",
     "updated",
 ]

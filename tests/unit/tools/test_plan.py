@@ -58,7 +58,8 @@ def keys(error):
 def test_the_json_has_the_keys_of_the_contract(tmp_path):
     shown = json.loads(json.dumps(plan(small(tmp_path), devices=2).to_json()))
     assert list(shown) == [
-        "chosen", "reason", "fits", "devices", "nodes", "device_bytes", "host_bytes", "seq_len",
+        "chosen", "reason", "fits", "devices", "nodes", "tensor_parallel",
+        "pipeline_parallel", "sequence_parallel", "device_bytes", "host_bytes", "seq_len",
         "global_batch_size", "parameters", "trainable_parameters", "strategies",
         "checkpoint_bytes", "disk_bytes", "tokens_per_second",
     ]  # fmt: skip
@@ -436,3 +437,70 @@ def test_text_stays_text():
     found = Cells(table({"reason": hostile, "strategies": [row(hostile, remedy=hostile)]}))
     assert not {"script", "img"} & set(found.tags)
     assert found.rows[1][0] == hostile
+
+
+SEVENTY = """\
+model:
+  config: {model_type: llama, hidden_size: 8192, intermediate_size: 28672, num_hidden_layers: 80,
+           num_attention_heads: 64, num_key_value_heads: 8, vocab_size: 128256,
+           max_position_embeddings: 8192}
+  tokenizer: sample
+data: {sources: [{path: sample}], seq_len: 8192}
+training: {steps: 100, global_batch_size: 64, precision: bf16}
+distributed: {tensor_parallel: 8, pipeline_parallel: 4}
+"""
+
+
+def test_llama_70b_is_planned_over_eight_devices_and_four_stages(tmp_path):
+    config = loaded(tmp_path, text=SEVENTY)
+    found = plan(config, devices=8, nodes=4, device_memory_gb=80)
+    shown = found.to_json()
+    sizes = [shown[f"{kind}_parallel"] for kind in ("tensor", "pipeline", "sequence")]
+    assert sizes == [8, 4, 1]
+    (row,) = shown["strategies"]  # nothing is left to shard
+    assert (row["name"], row["fits"], row["accumulation"]) == ("ddp", True, 64)
+    # The first stage: embedding and 20 blocks, an eighth of each matrix, and whole norms.
+    block = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 8192 * 28672
+    first = (128_256 * 8192 + 20 * block) // 8 + 20 * 2 * 8192
+    assert row["parts"]["gradients"] == 4 * first
+    assert row["parts"]["optimizer"] == 8 * first
+    assert row["parts"]["parameters"] - 4 * first < 10_000  # the angles of positions
+    assert row["total_bytes"] / GIB == pytest.approx(75, abs=1)
+    assert row["tokens_per_second"] == pytest.approx(15_700, rel=0.02)
+    lines = " ".join(" ".join(plan_lines(found)).split())
+    assert "parallel 8, pipeline parallel 4: one model on 32 devices; computed, not" in lines
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("distributed.strategy=zero3", "distributed.strategy", "DeepSpeed shards whole models"),
+        ("distributed.strategy=fsdp2", "distributed.strategy", "holds another part already"),
+        ("distributed.pipeline_parallel=3", "distributed.tensor_parallel", "a divisor of"),
+    ],
+)
+def test_a_cut_that_is_no_launch_is_no_plan_either(tmp_path, override, key, words):
+    with pytest.raises(UserError, match=words) as refused:
+        plan(loaded(tmp_path, override, text=SEVENTY), devices=8, nodes=4, device_memory_gb=80)
+    assert keys(refused) == {key}
+
+
+def test_sums_across_nodes_are_warned_of_with_their_cost(tmp_path):
+    across = [*("model.config.num_key_value_heads=64", "distributed.tensor_parallel=16"),
+              "distributed.pipeline_parallel=2"]  # fmt: skip
+    found = plan(loaded(tmp_path, *across, text=SEVENTY), devices=8, nodes=4, device_memory_gb=80)
+    lines = " ".join(" ".join(plan_lines(found)).split())
+    assert "distributed.tensor_parallel = 16 crosses nodes of 8: its sums take" in lines
+    assert "distributed.tensor_parallel=8, with distributed.pipeline_parallel" in lines
+
+
+def test_the_remedy_of_what_does_not_fit_may_be_a_cut(tmp_path):
+    fixed = ("training.micro_batch_size=1", "model.activation_checkpointing=full")
+    overrides = ("distributed.strategy=ddp", "data.seq_len=4096", *fixed)
+    (row,) = plan(large(tmp_path, *overrides), devices=8, device_memory_gb=48).to_json()[
+        "strategies"
+    ]
+    assert not row["fits"]
+    assert row["remedy"].startswith(("distributed.tensor_par", "distributed.pipeline_par"))
+    cut = large(tmp_path, *overrides, row["remedy"])
+    assert plan(cut, devices=8, device_memory_gb=48).chosen is not None

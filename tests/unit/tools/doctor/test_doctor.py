@@ -244,6 +244,35 @@ def test_the_launch_file_says_how_many_and_which_strategy(tmp_path):
     assert looked.found.startswith("fsdp2 on 2 processes, ")
 
 
+def test_a_cut_model_is_planned_and_a_group_across_nodes_warned_of(tmp_path):
+    file = {
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 4,
+        "parallelism_config": {"parallelism_config_tp_size": 4},
+    }
+    heads = [f"model.config.num_{kind}_heads=4" for kind in ("attention", "key_value")]
+    looked = module.plan(case(tmp_path, *heads, text=SMALL, launch=file))
+    assert looked.state == "ok"
+    assert looked.found.startswith("ddp × tensor parallel 4 on 4 processes, ")
+    meeting = {"num_machines": 2, "main_process_ip": "10.0.0.1", "machine_rank": 0}
+    far = module.plan(case(tmp_path, *heads, text=SMALL, launch=file | meeting))
+    says(far, "warning", "distributed.tensor_parallel = 4 crosses nodes of 2")
+    assert "distributed.tensor_parallel=2" in far.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("distributed.tensor_parallel=3", "distributed.tensor_parallel"),
+        ("distributed.strategy=zero2 distributed.pipeline_parallel=2", "distributed.strategy"),
+    ],
+)
+def test_a_cut_that_does_not_go_is_an_error(tmp_path, override, found):
+    file = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    made = case(tmp_path, *override.split(), text=SMALL, launch=file)
+    says(run_check(lambda: module.plan(made)), "error", found)
+
+
 def test_what_cannot_be_counted_is_a_warning_with_the_reason(tmp_path, monkeypatch):
     def refuse(*_):
         raise CannotCountError("its experts run in a loop")
