@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "llama, documents": ("llama", {"tie_word_embeddings": True}, "none", True),
     "qwen3, one head of keys": ("qwen3", {"num_key_value_heads": 1, "head_dim": 8}, "none", True),
     "gpt2": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "none", True),
+    "llama, recomputed in parts": ("llama", {"num_key_value_heads": 4}, "selective", True),
     "mistral, recomputed": ("mistral", {"sliding_window": None}, "full", True),
 }
 

@@ -271,7 +271,11 @@ def kept_bytes(
     """
     micro = layout.micro_batch_size
     if cut.pipeline == 1:
-        return micro * (saved.blocks + saved.once) // cut.sequence
+        kept = saved.blocks + saved.once
+        if cut.sequence > 1 and layout.activation_checkpointing == "none":
+            # Attention keeps the result of its heads, and a block the one of all that comes back.
+            kept += work.seq_len * own.attention * _compute_bytes(work.precision)
+        return micro * kept // cut.sequence
     passes = held_passes(place, layout.accumulation, cut, work.pipeline_schedule)
     of_blocks = saved.blocks * own.blocks // max(blocks, 1) // cut.stages
     ends = saved.once if place in (0, cut.pipeline - 1) else 0

@@ -606,5 +606,6 @@ def test_devices_that_share_rows_keep_their_part_of_the_activations_and_of_the_l
         for cut in (ModelCut(), ModelCut(sequence=4))
     )
     assert four["parameters"] == alone["parameters"]
-    assert four["activations"] == pytest.approx(alone["activations"] / 4, rel=1e-3)
+    exchanged = 8192 * EIGHT.attention * 2  # what attention returns, once more in bf16
+    assert four["activations"] == pytest.approx((alone["activations"] + exchanged) / 4, rel=1e-3)
     assert four["head"] == pytest.approx(alone["head"] / 4)
