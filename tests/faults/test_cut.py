@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.faults import EVERY, KILLED, STEPS
+from helpers.striking import through
 from transformers import AutoModelForCausalLM
 
 from llmtrain.hashing import mix
@@ -17,10 +18,11 @@ LLAMA = {
 }
 # name → processes, strategy, keys
 CUTS = {"matrices beside fsdp2": (4, "fsdp2", {"tensor_parallel": 2})}
+BESIDE_DDP = (4, "ddp", {"tensor_parallel": 2})
 
 
 def cut(faulty, how, name="a"):
-    world_size, strategy, keys = CUTS[how]
+    world_size, strategy, keys = CUTS.get(how, BESIDE_DDP)
     changes = {f"distributed__{key}": value for key, value in keys.items()}
     return faulty(world_size, strategy, name, model__config=LLAMA, **changes)
 
@@ -61,3 +63,11 @@ def test_a_full_disk_of_one_rank_leaves_no_other_waiting(faulty, how):
     (failed,) = run.events("save_failed")
     assert f"rank {rank}: OSError" in failed["failures"]
     assert run.valid() == [f"step-{EVERY + 2:08d}"]
+
+
+def test_a_flipped_bit_is_found_among_the_processes_that_hold_the_same_part(faulty):
+    run = cut(faulty, "matrices beside ddp")
+    assert run.launch(through=through(flip=[3], step=6)) == [75] * 4
+    (event,) = run.events("replicas_differ")
+    assert (event["step"], event["ranks"]) == (8, [1, 3])
+    assert event["names"][0].startswith("model.embed_tokens.weight (rank 1, 3)")
