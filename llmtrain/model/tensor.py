@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,24 +149,20 @@ class _Cutter:
     def __init__(self, group: _Group, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.cuts: dict[str, Cut] = {}
-        # Weak, so that nothing of a forward stays in memory behind its backward.
-        self._last: tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]] | None = None
+        self.last: tuple[Tensor, Tensor] | None = None  # x and f(x), until the backward of f
 
     def copied(self, x: Tensor) -> Tensor:
         """Return f(x), once for modules that get the same tensor, as q, k and v do.
 
         Their gradients are then added up before they are summed over the group.
         """
-        known = self._last[1]() if self._last is not None and self._last[0]() is x else None
-        if known is not None:
-            return known
-        after = self.copy(x)
-        self._last = (weakref.ref(x), weakref.ref(after))
-        return after
+        if self.last is None or self.last[0] is not x:
+            self.last = x, self.copy(x)
+        return self.last[1]
 
     def copy(self, x: Tensor) -> Tensor:
         """Return f(x)."""
-        result: Tensor = _Copied.apply(x, self.group)  # type: ignore[no-untyped-call]  # torch has no stub for it
+        result: Tensor = _Copied.apply(x, self)  # type: ignore[no-untyped-call]  # torch has no stub for it
         return result
 
     def summed(self, x: Tensor) -> Tensor:
@@ -189,15 +184,16 @@ class _Cutter:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: _Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, cutter: _Cutter) -> Tensor:
+        ctx.cutter = cutter
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.cutter.last = None
         gradient = gradient.contiguous()
-        if ctx.group is not None:
-            dist.all_reduce(gradient, group=ctx.group)
+        if ctx.cutter.group is not None:
+            dist.all_reduce(gradient, group=ctx.cutter.group)
         return gradient, None
 
 

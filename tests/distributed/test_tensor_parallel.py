@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import cut
 from helpers.tiny import tiny_config, write_config
 
 CASES = (
@@ -57,6 +58,10 @@ def test_two_processes_that_share_each_matrix_train_as_one(server, tmp_path):
     for case in CASES:
         same(found[case], expected[case], case)
         assert found[case]["held"] < 0.52 * expected[case]["held"]
+    # In each micro-batch four of a block, of the embedding and of the head's input one, of the
+    # loss two; and one of a step's numbers.
+    blocks, micro_batches = cut.BASE["num_hidden_layers"], cut.ROWS // cut.MICRO
+    assert found["llama"]["reductions"] == micro_batches * (4 * blocks + 4) + 1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.wide)])

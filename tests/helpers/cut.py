@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -118,7 +119,8 @@ def of_all(launched: Launched, case: str) -> dict[str, Any]:
     launched = replace(launched, engine=again)
     run, optimizer, sent = opened(launched, case)
     for step in range(STEPS):
-        update(run, share(step, launched, "documents" in case), 1.0)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            update(run, share(step, launched, "documents" in case), 1.0)
     ids, labels, _ = blocks(99)
     given = torch.from_numpy(ids[:2, :-1].astype(np.int64))
     with run.engine.evaluating():
@@ -133,6 +135,7 @@ def of_all(launched: Launched, case: str) -> dict[str, Any]:
         "tied": tied(run.built.bare),
         "unlike": unlike(run, launched),
         "held": held(run.built.bare, optimizer) / count,
+        "reductions": reduced.call_count,
         "replicas": run.engine.unequal_replicas(),
     }
 
