@@ -17,7 +17,9 @@ BLOCKS, VOCABULARY, LENGTH, MICRO = 4, 512, 64, 2
 SIZES = {"micro_batches": (4, 2)}
 
 
-def opened(tensor: int, strategy: str, blocks: int = BLOCKS) -> tuple[Any, Any, Any]:
+def opened(
+    tensor: int, strategy: str, blocks: int = BLOCKS, sequence: int = 1
+) -> tuple[Any, Any, Any]:
     """Return (launched, bare model, optimizer) as a run has them after its preparation."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,13 +27,15 @@ def opened(tensor: int, strategy: str, blocks: int = BLOCKS) -> tuple[Any, Any, 
     from llmtrain.config.schema import DistributedConfig, OptimizerConfig
     from llmtrain.distributed.engines import state
     from llmtrain.distributed.engines.accelerator import make_accelerator
+    from llmtrain.distributed.engines.sequence import exchanged as in_heads
     from llmtrain.model import attention
     from llmtrain.model.loss import Head, LossModule, examine
     from llmtrain.model.tensor import cut_model
     from llmtrain.training.optimizer import make_optimizer
 
     torch.set_num_threads(1)
-    launched = make_accelerator(strategy, "fp32", DistributedConfig(tensor_parallel=tensor))
+    asked = DistributedConfig(tensor_parallel=tensor, sequence_parallel=sequence)
+    launched = make_accelerator(strategy, "fp32", asked)
     shape = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS}
     shape |= {"num_hidden_layers": blocks}
     torch.manual_seed(0)
@@ -39,6 +43,8 @@ def opened(tensor: int, strategy: str, blocks: int = BLOCKS) -> tuple[Any, Any, 
     head = examine(bare)
     assert isinstance(head, Head)
     attention.install(bare, LENGTH, tell=False)
+    if (group := launched.groups.sequence) is not None:
+        attention.use(bare, attention.NAME, in_heads(attention.attention, group))
     optimizer = make_optimizer(bare, OptimizerConfig())
     module = LossModule(bare, head)
     if (group := launched.groups.tensor) is not None:
@@ -112,25 +118,29 @@ def exchanged(tensor: int, blocks: int, count: int) -> dict[str, Any]:
     return {"count": len(seen), "elements": sum(seen)}
 
 
-def kept(tensor: int, blocks: int) -> dict[str, Any]:
+def kept(tensor: int, sequence: int, blocks: int) -> dict[str, Any]:
     """Measure the bytes that the decoder's forward keeps for its backward."""
     from torch.autograd.graph import saved_tensors_hooks
 
     from llmtrain.distributed.engines.accelerator import close
+    from llmtrain.model.attention import in_parts, model_keywords
     from llmtrain.model.loss import made_up_batch
 
-    launched, bare, _ = opened(tensor, "ddp", blocks)
-    own = {one.untyped_storage().data_ptr() for one in (*bare.parameters(), *bare.buffers())}
+    launched, bare, _ = opened(tensor, "ddp", blocks, sequence)
+    weights = {one.untyped_storage().data_ptr() for one in (*bare.parameters(), *bare.buffers())}
     seen: dict[int, Any] = {}
 
     def keep(saved: Any) -> Any:
         seen[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
         return saved
 
-    ids = made_up_batch(MICRO, LENGTH, VOCABULARY, launched.device)
+    own = launched.layout.positions(LENGTH)
+    ids = made_up_batch(MICRO, LENGTH, VOCABULARY, launched.device)[:, own]
+    row: Any = {} if sequence == 1 else in_parts({"input_ids": ids}, own)
+    row.pop("input_ids", None)
     with saved_tensors_hooks(keep, lambda saved: saved):
-        output = bare.base_model(ids, use_cache=False)[0]
-    found = sum(one.nbytes() for address, one in seen.items() if address not in own)
+        output = bare.base_model(ids, **model_keywords(**row))[0]
+    found = sum(one.nbytes() for address, one in seen.items() if address not in weights)
     del output
     close()
     return {"bytes": found}
@@ -160,12 +170,17 @@ def exchanges(bench: Bench) -> None:
 
 def activations(bench: Bench) -> None:
     tokens = MICRO * LENGTH
-    for tensor in (1, 2, 4):
-        asked = {"what": "kept", "tensor": tensor}
-        more, fewer = (ranks(__file__, asked | {"blocks": n}, tensor)[0] for n in (3, 2))
+    whole, shared = 24 * HIDDEN + 8, 4 * (2 * QUERIES + 2 * KEYS + 4 * MLP) + 4 * HEADS
+    for tensor, sequence in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
+        asked = {"what": "kept", "tensor": tensor, "sequence": sequence}
+        count = tensor * sequence
+        more, fewer = (ranks(__file__, asked | {"blocks": n}, count)[0] for n in (3, 2))
         found = (more["bytes"] - fewer["bytes"]) / tokens
-        expected = 24 * HIDDEN + 8 + (4 * (2 * QUERIES + 2 * KEYS + 4 * MLP) + 4 * HEADS) / tensor
-        name = f"matrices over {tensor}: kept by a block for a token, off the formula"
+        # Of what attention returns, both its own heads and all heads that come back are kept.
+        again = 4 * QUERIES if sequence > 1 else 0
+        expected = (whole + shared / tensor + again) / sequence
+        name = f"positions over {sequence}" if sequence > 1 else f"matrices over {tensor}"
+        name += ": kept by a block for a token, off the formula"
         bench.say(name, abs(found - expected), "B", "≤ 0", measured=found, formula=expected)
 
 
