@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 from helpers import counted
+from transformers import LlamaConfig
 
+from llmtrain.distributed.plan.balance import parts_of
 from llmtrain.distributed.plan.memory import Hardware, model_states, persistent_bytes
+from llmtrain.model.count import count_saved
+from llmtrain.model.shape import describe_parameters
+from llmtrain.types import ModelCut
 
 
 def count(server, folder, strategy, precision, kind, nodes=1):
@@ -67,3 +72,31 @@ def test_states_of_zero_are_those_of_the_fullest_of_two_ranks(
     if strategy.startswith("zero3"):
         expected += persistent_bytes(shape, precision)
     assert max(one.total for one in found) == pytest.approx(expected, rel=0.01)
+
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "vocab_size": 509,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_process_keeps_to_the_byte_what_the_plan_counts_of_cut_matrices(server, tmp_path, tensor):
+    output, seq_len = tmp_path / "counted.json", 48
+    arguments = ["call", "helpers.counted", "cut", str(output)]
+    given = [*arguments, str(tensor), json.dumps(LLAMA), str(seq_len)]
+    codes = server.run(given, tensor, tmp_path)
+    assert codes == [0] * tensor, (tmp_path / "output.txt").read_text()
+    last = json.loads(Path(f"{output}.{tensor - 1}").read_text())
+    config = LlamaConfig(**LLAMA)
+    for arithmetic in ("fp32", "bf16", "autocast"):
+        saved = count_saved(config, seq_len, arithmetic, "none", tensor_parallel=tensor)
+        assert last[arithmetic] == saved.blocks + saved.once, arithmetic
+    cut = ModelCut(tensor)
+    (own,) = parts_of(describe_parameters(config), cut, seq_len)
+    hardware = Hardware(2**30, None, tensor, 1, cpu=True, cut=cut)
+    assert last["parameters"] == model_states(own, "ddp", "fp32", hardware).parameters

@@ -64,9 +64,10 @@ def test_a_launch_file_is_rehearsed_on_cpus(name, tmp_path, single):
     """It trains what it says, with the losses of one process."""
     run_dir, losses = rehearse(tmp_path, name)
     (start,) = lines(run_dir, "start")
-    expected = "ddp" if name == "cpu" else name.removesuffix("_multinode")
-    assert start["strategy"] == expected
-    assert start["world_size"] == (4 if expected == "hsdp" else 2)
+    expected = name.removesuffix("_multinode").removesuffix("_tp")
+    assert start["strategy"] == ("ddp" if name in ("cpu", "tp") else expected)
+    assert start["tensor_parallel"] == (2 if name in ("tp", "fsdp2_tp") else 1)
+    assert start["world_size"] == (4 if name in ("hsdp_multinode", "fsdp2_tp") else 2)
     assert len(set(single)) == STEPS
     assert losses == pytest.approx(single, rel=0, abs=1e-5)
     said_offload = "rehearsed without offload" in (run_dir / "logs" / "rank-0.log").read_text()

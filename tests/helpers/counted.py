@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.saved_bytes import kept_by, real_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,6 +25,7 @@ from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.distributed.plan.memory import largest_block
 from llmtrain.model.loss import LossModule, made_up_batch
 from llmtrain.model.shape import shape
+from llmtrain.model.tensor import cut_model
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.types import ModelShape, StepVector
 
@@ -97,6 +99,26 @@ def count(output: str, strategy: str, precision: str, kind: str) -> None:
             engine.step(1e-3, healthy())
     fullest = asdict(max(found, key=lambda one: one.total))
     Path(f"{output}.{launched.ranks.rank}").write_text(json.dumps(fullest))
+    close()
+
+
+def cut(output: str, tensor: str, fields: str, seq_len: str) -> None:
+    """On every rank of a group: what a forward of a Llama keeps, and its states, in `output.RANK`.
+
+    fields: of its config, as JSON
+    """
+    config = LlamaConfig(**json.loads(fields))
+    asked = DistributedConfig(tensor_parallel=int(tensor), timeout_minutes=2.0)
+    launched = make_accelerator("ddp", "fp32", asked)
+    ids = torch.arange(int(seq_len))[None] % config.vocab_size
+    found = {}
+    for arithmetic in ("fp32", "bf16", "autocast"):
+        bare = real_model(config, arithmetic, int(seq_len))
+        cut_model(LossModule(bare), launched.groups.tensor)
+        found[arithmetic] = kept_by(bare, ids, arithmetic)[0]
+        if arithmetic == "fp32":
+            found["parameters"] = _bytes(bare.parameters(), set())
+    Path(f"{output}.{launched.ranks.rank}").write_text(json.dumps(found))
     close()
 
 

@@ -65,6 +65,13 @@ def saved_bytes(
         trainable.attach(model, adapter, dtype=dtype)
         trainable.hold_base(model, dtype, trained=arithmetic == "bf16")
     shape.apply_checkpointing(model, checkpointing)
+    return kept_by(model, ids, arithmetic, checkpointing)
+
+
+def kept_by(
+    model: PreTrainedModel, ids: Tensor, arithmetic: str, checkpointing: str = "none"
+) -> tuple[int, int]:
+    """The same of a model as it is."""
     weights = {address(one) for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
     held = []
