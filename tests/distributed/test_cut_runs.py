@@ -18,11 +18,11 @@ LLAMA = {
 # Name → processes, and keys of `distributed`.
 STARTS = {
     "matrices beside fsdp2": (4, {"strategy": "fsdp2", "tensor_parallel": 2}),
+    "blocks beside ddp": (4, {"pipeline_parallel": 2}),
     "one process": (1, {}),
     "zero3": (2, {"strategy": "zero3"}),
-    "matrices": (2, {"tensor_parallel": 2}),
-    "fsdp2": (2, {"strategy": "fsdp2"}),
-    "matrices beside ddp": (4, {"tensor_parallel": 2}),
+    "matrices and blocks": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "blocks beside fsdp2": (4, {"strategy": "fsdp2", "pipeline_parallel": 2}),
 }
 
 
