@@ -6,6 +6,7 @@ Llamas in fp32 on processes of this machine; the same counts hold for any size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,19 +15,30 @@ from harness import Bench, main, ranks
 
 HIDDEN, QUERIES, KEYS, MLP, HEADS = 64, 64, 64, 160, 4  # widths of a block, and its heads
 BLOCKS, VOCABULARY, LENGTH, MICRO = 4, 512, 64, 2
-SIZES = {"micro_batches": (4, 2)}
+SLEEP = 0.05  # seconds of a block's forward
+SIZES = {"micro_batches": (4, 2), "counts": ((4, 8, 16), (4,))}
 
 
 def opened(
-    tensor: int, strategy: str, blocks: int = BLOCKS, sequence: int = 1
+    strategy: str = "ddp",
+    blocks: int = BLOCKS,
+    schedule: str = "1f1b",
+    stages_each: int = 1,
+    **cut: int,
 ) -> tuple[Any, Any, Any]:
-    """Return (launched, bare model, optimizer) as a run has them after its preparation."""
+    """Return (launched, bare model, optimizer) as a run has them after its preparation.
+
+    cut: tensor_parallel, pipeline_parallel, sequence_parallel
+    """
+    import copy
+
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from llmtrain.config.schema import DistributedConfig, OptimizerConfig
-    from llmtrain.distributed.engines import state
+    from llmtrain.distributed.engines import stages, state
     from llmtrain.distributed.engines.accelerator import make_accelerator
+    from llmtrain.distributed.engines.pipeline import PipelineEngine
     from llmtrain.distributed.engines.sequence import exchanged as in_heads
     from llmtrain.model import attention
     from llmtrain.model.loss import Head, LossModule, examine
@@ -34,7 +46,7 @@ def opened(
     from llmtrain.training.optimizer import make_optimizer
 
     torch.set_num_threads(1)
-    asked = DistributedConfig(tensor_parallel=tensor, sequence_parallel=sequence)
+    asked = DistributedConfig(**cut, pipeline_stages_per_rank=stages_each)
     launched = make_accelerator(strategy, "fp32", asked)
     shape = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": HEADS}
     shape |= {"num_hidden_layers": blocks}
@@ -51,6 +63,11 @@ def opened(
         driven = state.names_of(optimizer, bare)
         launched.engine.cuts = cut_model(module, group)
         state.replace_parameters(optimizer, bare, driven)
+    if isinstance(launched.engine, PipelineEngine):
+        anatomy = stages.examine(copy.deepcopy(bare).eval())
+        each = blocks // (launched.cut.pipeline * stages_each)
+        ranges = [range(first, first + each) for first in range(0, blocks, each)]
+        launched.engine.cut_into_stages(module, optimizer, anatomy, ranges, schedule)
     launched.engine.prepare(module, bare, optimizer)
     launched.engine.create_state()
     return launched, bare, optimizer
@@ -87,12 +104,12 @@ def reductions() -> Iterator[list[int]]:
         dist.all_reduce = before
 
 
-def held(tensor: int, strategy: str) -> dict[str, Any]:
+def held(strategy: str, **cut: int) -> dict[str, Any]:
     """Measure bytes of a rank's parameters, gradients and moments for each of the model's."""
     from llmtrain.distributed.engines import state
     from llmtrain.distributed.engines.accelerator import close
 
-    launched, bare, optimizer = opened(tensor, strategy)
+    launched, bare, optimizer = opened(strategy, **cut)
     step(launched, 2)
     parts = {
         "parameters": [one.detach() for one in bare.parameters()],
@@ -110,7 +127,7 @@ def exchanged(tensor: int, blocks: int, count: int) -> dict[str, Any]:
     """Count the all-reduces of some micro-batches."""
     from llmtrain.distributed.engines.accelerator import close
 
-    launched, _, _ = opened(tensor, "ddp", blocks)
+    launched, _, _ = opened(blocks=blocks, tensor_parallel=tensor)
     step(launched, 1)
     with reductions() as seen:
         step(launched, count)
@@ -126,7 +143,8 @@ def kept(tensor: int, sequence: int, blocks: int) -> dict[str, Any]:
     from llmtrain.model.attention import in_parts, model_keywords
     from llmtrain.model.loss import made_up_batch
 
-    launched, bare, _ = opened(tensor, "ddp", blocks, sequence)
+    cut = {"tensor_parallel": tensor, "sequence_parallel": sequence}
+    launched, bare, _ = opened(blocks=blocks, **cut)
     weights = {one.untyped_storage().data_ptr() for one in (*bare.parameters(), *bare.buffers())}
     seen: dict[int, Any] = {}
 
@@ -146,13 +164,82 @@ def kept(tensor: int, sequence: int, blocks: int) -> dict[str, Any]:
     return {"bytes": found}
 
 
+def peak(schedule: str, count: int) -> dict[str, Any]:
+    """Measure the most bytes that a step of two stages makes and holds at a time."""
+    import weakref
+
+    from torch.utils._pytree import tree_iter
+
+    from llmtrain.distributed.engines.accelerator import close
+    from llmtrain.torch_private import TorchDispatchMode
+
+    class Live(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: dict[int, int] = {}
+            self.most = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            result = function(*args, **(kwargs or {}))
+            for one in tree_iter(result):
+                storage = getattr(one, "untyped_storage", lambda: None)()
+                if storage is not None and storage._cdata not in self.held:
+                    self.held[storage._cdata] = storage.nbytes()
+                    self.most = max(self.most, sum(self.held.values()))
+                    weakref.finalize(storage, self.held.pop, storage._cdata, 0)
+            return result
+
+    launched, _, _ = opened(schedule=schedule, pipeline_parallel=2)
+    step(launched, count)
+    launched.engine.clear()
+    with Live() as live:
+        step(launched, count)
+    close()
+    return {"bytes": live.most}
+
+
+def idle(schedule: str, count: int, stages_each: int) -> dict[str, Any]:
+    """Time a step of a pipeline whose blocks sleep."""
+    import time
+
+    import torch
+
+    from llmtrain.distributed.engines.accelerator import close
+
+    class Slept(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, hidden: Any) -> Any:
+            time.sleep(SLEEP)
+            return hidden.view_as(hidden)
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: Any) -> Any:
+            time.sleep(2 * SLEEP)
+            return gradient
+
+    launched, bare, _ = opened(
+        schedule=schedule, stages_each=stages_each, pipeline_parallel=int(os.environ["WORLD_SIZE"])
+    )
+    for block in bare.model.layers:
+        block.register_forward_hook(lambda _block, _given, hidden: Slept.apply(hidden))
+    step(launched, count)
+    began = time.perf_counter()
+    step(launched, count)
+    seconds = time.perf_counter() - began
+    own = BLOCKS // int(os.environ["WORLD_SIZE"])
+    close()
+    return {"share": 1 - count * own * 3 * SLEEP / seconds}
+
+
 def bytes_of_a_rank(bench: Bench) -> None:
-    for name, count, tensor, strategy, goal in (
-        ("one process", 1, 1, "ddp", ""),
-        ("matrices over 2", 2, 2, "ddp", "≤ 2.02"),
-        ("matrices over 2, fsdp2 over 2", 4, 2, "fsdp2", "≤ 1.01"),
+    tensor, pipeline = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+    for name, count, cut, strategy, goal in (
+        ("one process", 1, {}, "ddp", ""),
+        ("matrices over 2", 2, tensor, "ddp", "≤ 2.02"),
+        ("matrices over 2, fsdp2 over 2", 4, tensor, "fsdp2", "≤ 1.01"),
+        ("blocks over 2, fsdp2 over 2", 4, pipeline, "fsdp2", "≤ 1.01"),
     ):
-        every = ranks(__file__, {"what": "held", "tensor": tensor, "strategy": strategy}, count)
+        every = ranks(__file__, {"what": "held", "strategy": strategy, **cut}, count)
         most = {part: max(one[part] for one in every) for part in every[0]}
         bench.say(f"{name}: bytes of parameters", most["parameters"], "B", goal, **most)
 
@@ -184,8 +271,41 @@ def activations(bench: Bench) -> None:
         bench.say(name, abs(found - expected), "B", "≤ 0", measured=found, formula=expected)
 
 
-PARTS = {"bytes": bytes_of_a_rank, "exchanges": exchanges, "activations": activations}
+def memory(bench: Bench) -> None:
+    found = {
+        schedule: [
+            one["bytes"]
+            for one in ranks(__file__, {"what": "peak", "schedule": schedule, "count": 16}, 2)
+        ]
+        for schedule in ("gpipe", "1f1b")
+    }
+    pairs = zip(found["gpipe"], found["1f1b"], strict=True)
+    least = min(one / other for one, other in pairs)
+    bench.say("16 micro-batches: peak of GPipe over that of 1F1B", least, "×", "≥ 3", **found)
+
+
+def bubble(bench: Bench) -> None:
+    for count, schedule, each, micro_batches in (
+        *((2, "1f1b", 1, m) for m in bench.sizes.counts),
+        (2, "gpipe", 1, 8),
+        (2, "interleaved", 2, 8),
+        (4, "1f1b", 1, 8),
+    ):
+        asked = {"what": "idle", "schedule": schedule, "stages_each": each, "count": micro_batches}
+        found = max(one["share"] for one in ranks(__file__, asked, count))
+        expected = (count - 1) / (each * micro_batches + count - 1)
+        name = f"{schedule} over {count}, {micro_batches} micro-batches: idle, off the formula"
+        bench.say(name, abs(found - expected), "", "≤ 0.02", measured=found, formula=expected)
+
+
+PARTS = {
+    "bytes": bytes_of_a_rank,
+    "exchanges": exchanges,
+    "activations": activations,
+    "memory": memory,
+    "bubble": bubble,
+}
 
 if __name__ == "__main__":
-    children = {"held": held, "exchanged": exchanged, "kept": kept}
-    main(__doc__ or "", PARTS, SIZES, child=children)
+    children = {"held": held, "exchanged": exchanged, "kept": kept, "peak": peak, "idle": idle}
+    main(__doc__ or "", PARTS, SIZES, child=children, pinned=False)
