@@ -73,18 +73,18 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     scale = gradient_scale(run, batch)  # () on the device
     losses: list[Tensor] = []  # each () fp32, summed over trained tokens
     routers: list[Tensor] = []  # the same of the router's loss, if the model has one
-    forwards = micro_batches(run, batch)  # device tensors, each (B, T)
-    for loss in run.engine.forward_backward(forwards, scale):
+    forwards, driver = micro_batches(run, batch), run.engine  # device tensors, each (B, T)
+    for loss in driver.forward_backward(forwards, scale):
         losses.append(loss)
         if (added := run.built.loss.router_loss) is not None:
             routers.append(added)
     system.beat("the reduction of a step")
     vector = step_vector(run, batch, losses, routers)  # fp64
     sums = sum_vector(vector)  # all numbers in one reduction
-    run.engine.clip(sums, run.max_grad_norm)  # decided on the device, as is the skip below
+    driver.clip(sums, run.max_grad_norm)  # decided on the device, as is the skip below
     run.checkpoints.wait_snapshot()  # a background save may still be copying these weights
-    run.engine.step(factor, sums)  # a non-finite update is never applied
-    run.meter.send(sums, run.engine.norm(sums))  # received at the next boundary
+    driver.step(factor, sums)  # a non-finite update is never applied
+    run.meter.send(sums, driver.norm(sums))  # received at the next boundary
 
 
 def gradient_scale(run: Run, batch: Batch) -> Tensor:
@@ -111,7 +111,8 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
 
     Where processes share each row, they are those of this process's positions.
     """
-    ids = on_device(run.device, batch.ids[:, :-1].astype(np.int64))
+    device = run.device
+    ids = on_device(device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
@@ -122,7 +123,7 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
         own = layout.positions(labels.shape[1])
         ids, labels = ids[:, own], labels[:, own]
     rows: list[MicroBatch] = [
-        {"input_ids": ids[part]} | target_keywords(labels[part], run.device, whole=whole)
+        {"input_ids": ids[part]} | target_keywords(labels[part], device, whole=whole)
         for part in parts
     ]
     if batch.starts is not None:  # else documents may attend to each other
@@ -203,13 +204,14 @@ def step_vector(
     losses, routers: of the micro-batches, () fp32 each; routers: none without a router loss
     """
     others = min(len(routers), 1)
-    if not run.layout.tells_loss:
+    layout = run.layout
+    if not layout.tells_loss:
         losses, routers = (), [torch.zeros_like(router) for router in routers]
     squares = run.engine.squares()
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
     asked = flags(run, look=run.due.anything(run.step + 1))
-    said = host_part(batch, asked, run.layout, labels, failed=failed)
+    said = host_part(batch, asked, layout, labels, failed=failed)
     if not engine.is_asynchronous(run.device):
         loss_sum, own = sum(loss.item() for loss in losses), squares.item()
         bad = not math.isfinite(loss_sum + own)
