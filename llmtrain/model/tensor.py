@@ -200,7 +200,8 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: _Group) -> Tensor:
-        x = x.contiguous()
+        # A copy: selective checkpointing keeps the product that this is, and sums it again.
+        x = x.clone(memory_format=torch.contiguous_format)
         if group is not None:
             dist.all_reduce(x, group=group)
         return x

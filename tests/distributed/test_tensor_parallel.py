@@ -16,7 +16,8 @@ CASES = (
     "qwen3",
     "qwen3 double",
     "gemma2",
-    "mistral checkpointing",
+    "mistral full",
+    "llama selective",
     "phi",
     "olmo2",
 )

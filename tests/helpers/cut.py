@@ -1,6 +1,6 @@
 """Updates of small models that are cut over processes, and the same on one process.
 
-A case is a name of `MODELS` and what is asked beside it: `llama checkpointing` computes blocks
+A case is a name of `MODELS` and what is asked beside it: `llama full` computes blocks
 again, `documents` hides them from each other, `logits` computes the loss from these, `double` is
 fp64. All cases of a launch run one after another, since each start of processes has its price.
 """
@@ -91,7 +91,8 @@ def opened(launched: Launched, case: str, z_loss: float = 0.0) -> tuple[Any, Any
     bare = built(kind).to(torch.float64 if "double" in asked else torch.float32)
     found = examine(bare)
     attention.install(bare, LENGTH, tell=False)
-    shape.apply_checkpointing(bare, "full" if "checkpointing" in asked else "none")
+    kinds = [kind for kind in ("selective", "full") if kind in asked]
+    shape.apply_checkpointing(bare, *(kinds or ["none"]))
     fused = make_optimizer(bare, OptimizerConfig(learning_rate=1e-3))
     head = found if isinstance(found, Head) and "logits" not in asked else None
     loss = LossModule(bare, head, z_loss=0.01 if "z_loss" in asked else z_loss)

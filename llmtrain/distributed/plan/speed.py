@@ -152,10 +152,9 @@ def seconds_of_sums(
     parallelism sends queries, keys, values and results to other devices, and the gradients back.
     """
     cut = hardware.cut
-    full = layout.activation_checkpointing == "full"
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len / cut.sequence
     rows = tokens * _width(work) / cut.pipeline
-    times = 6 if full else 4
+    times = 4 if layout.activation_checkpointing == "none" else 6
     summed = times * 2 * (cut.tensor - 1) / cut.tensor * shape.blocks * shape.hidden
     sent = times * 2 * (cut.sequence - 1) / cut.sequence * shape.attention
     of_tensor = rows * summed / (machine.inside if tensor_inside(hardware) else machine.across)

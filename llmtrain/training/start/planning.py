@@ -205,7 +205,8 @@ def plan_start(
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
     allowed = strategies_for(config, env)
     without: dict[str, Problem] = {}  # the first reason why a strategy does not work here
-    tried = [name for name in allowed if family(name) == "zero"] if len(allowed) > 1 else []
+    several = len(allowed) > 1 and hardware.cut.processes == 1  # of a cut model none is
+    tried = [name for name in allowed if family(name) == "zero"] if several else []
     for name in tried:  # a single one is kept: the start later refuses it with the same message
         if problem := next(zero.missing_parts(name, cpu=hardware.cpu), None):
             without[name] = problem
@@ -266,11 +267,6 @@ def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
     allowed = strategies_with(config.optimizer.name, launched)
     if not allowed:
         raise UserError(strategy_problem(config.optimizer.name, launched[0]))
-    if model_cut(env, config.distributed).processes > 1:
-        allowed = tuple(name for name in allowed if family(name) != "zero")
-        if not allowed:
-            expected = "ddp, fsdp2 or hsdp where processes share a model: DeepSpeed is not tried so"
-            raise UserError(Problem("distributed.strategy", launched[0], expected, "fsdp2"))
     if config.adapter.kind != "qlora":
         return allowed
     if "ddp" not in allowed:

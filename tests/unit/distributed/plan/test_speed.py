@@ -311,8 +311,9 @@ def test_a_pipeline_waits_at_its_ends_and_for_its_slowest_stage(accumulation, st
 
 
 def test_recomputation_sums_again():
-    none, full = (cut_step(EIGHT, ModelCut(4), recompute=kind) for kind in ("none", "full"))
-    assert full.sums == pytest.approx(1.5 * none.sums)
+    kinds = ("none", "selective", "full")
+    none, *others = (cut_step(EIGHT, ModelCut(4), recompute=kind) for kind in kinds)
+    assert [one.sums for one in others] == pytest.approx([1.5 * none.sums] * 2)
 
 
 def test_a_group_across_nodes_sums_over_the_network():
