@@ -211,6 +211,21 @@ def whole_with_documents() -> Problem:
     return Problem("training.compile", "model", expected, "training.compile=blocks")
 
 
+def check_pipeline(distributed: schema.DistributedConfig) -> Iterator[Problem]:
+    """Check that several stages a rank are interleaved, and that there is a pipeline for them."""
+    schedule, each = distributed.pipeline_schedule, distributed.pipeline_stages_per_rank
+    key, schedule_key = "distributed.pipeline_stages_per_rank", "distributed.pipeline_schedule"
+    if distributed.pipeline_parallel == 1 and each > 1:
+        expected = "1 with distributed.pipeline_parallel 1, which is no pipeline"
+        yield Problem(key, each, expected, f"{key}=1, or distributed.pipeline_parallel=2")
+    elif each > 1 and schedule != "interleaved":
+        expected = f"1 with {schedule_key} {schedule}, which runs one stage a rank"
+        yield Problem(key, each, expected, f"{schedule_key}=interleaved")
+    elif each == 1 and schedule == "interleaved":
+        expected = f"1f1b or gpipe with {key} 1: what is interleaved is several stages of a rank"
+        yield Problem(schedule_key, schedule, expected, f"{key}=2")
+
+
 def check_warmup(optimizer: schema.OptimizerConfig) -> Iterator[Problem]:
     """Check that the warm-up is a whole number of steps, or a share of them below 1."""
     steps = optimizer.warmup_steps
@@ -335,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     check_duration,
     check_micro_batch,
     check_compile,
+    check_pipeline,
     check_warmup,
     check_retention,
     check_best,

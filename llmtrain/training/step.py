@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmtrain import faults, system
 from llmtrain.distributed.engines import engine
+from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.hashing import mix, splitmix64
 from llmtrain.model import attention
@@ -142,8 +143,8 @@ def _padded(run: Run, ids: Tensor, labels: np.ndarray) -> MicroBatch:
 
 def shown(run: Run, labels: np.ndarray) -> int:
     """Return how many positions of these rows the model is shown. labels: (B, T) int64"""
-    if run.data.manifest.packing != "single":
-        return int(labels.shape[1])
+    if run.data.manifest.packing != "single" or isinstance(run.engine, PipelineEngine):
+        return int(labels.shape[1])  # all micro-batches of a pipeline have one shape
     width, parts = (
         needed_rows(labels, compiled=run.built.compiled != "off"),
         run.layout.sequence_size,

@@ -19,7 +19,7 @@ with the next micro-batch while others still work on this one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,78 @@ from torch.distributed.pipelining import (
 )
 
 from llmtrain import faults, system
+from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import fsdp, stages, state
 from llmtrain.distributed.engines.engine import TorchEngine, unequal_ranks
+from llmtrain.distributed.plan.balance import can_fill, parts_of
 from llmtrain.distributed.ranks import add_from_peer
+from llmtrain.errors import Problem
+from llmtrain.text import plural
 from llmtrain.torch_private import flattened
-from llmtrain.types import MicroBatch, Piece, Spec
+from llmtrain.types import MicroBatch, ModelCut, ModelShape, Piece, Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _BUCKET = 25 << 20  # bytes of gradients that are added up at once
+
+
+KEY = "distributed.pipeline_parallel"
+
+
+def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]:
+    """Yield why a run of this config cannot be a pipeline."""
+    with_it, described = f"with {KEY} = {cut.pipeline}", model.get_text_config()
+    if config.adapter.kind == "qlora":
+        expected = f"lora or none {with_it}: weights in four bits are not sent"
+        yield Problem("adapter.kind", "qlora", expected, "adapter.kind=lora")
+    if (compiled := config.training.compile) not in ("auto", "off"):
+        expected = f"off {with_it}, whose stages are not compiled"
+        yield Problem("training.compile", compiled, expected, "training.compile=auto")
+    if getattr(described, "output_router_logits", False):
+        expected = f"false {with_it}: the loss of a router is one of all blocks together"
+        remedy = "model.config.output_router_logits=false"
+        yield Problem("model.config.output_router_logits", True, expected, remedy)
+    blocks, total = described.num_hidden_layers, cut.pipeline * cut.stages
+    if total > blocks:
+        most = max(1, blocks // cut.stages)
+        held = f", of which each process has {cut.stages}" if cut.stages > 1 else ""
+        expected = f"at most {most}: {plural(blocks, 'block')} for {total} stages{held}"
+        yield Problem(KEY, cut.pipeline, expected, f"{KEY}={most}")
+
+
+def fill_problems(config: Config, cut: ModelCut, groups: int) -> Iterator[Problem]:
+    """Yield why a step has no number of micro-batches that the schedule works with.
+
+    groups: processes with other rows
+    """
+    schedule, rows = config.distributed.pipeline_schedule, config.training.global_batch_size
+    rows //= groups
+    sizes = (size for size in range(rows, 0, -1) if rows % size == 0)
+    largest = next((size for size in sizes if can_fill(rows // size, cut, schedule)), None)
+    asked = config.training.micro_batch_size
+    if largest is None:
+        expected = f"at least {cut.pipeline} rows for each pipeline: a micro-batch for each stage"
+        remedy = f"{cut.pipeline * groups}, or distributed.pipeline_schedule=gpipe"
+        batch = config.training.global_batch_size
+        yield Problem("training.global_batch_size", batch, expected, remedy)
+    elif asked != "auto" and not can_fill(rows // asked, cut, schedule):
+        count = plural(rows // asked, "micro-batch", "micro-batches")
+        count = f"the {rows} rows that a pipeline has of a step are {count}"
+        expected = f"at most {largest} with {KEY} = {cut.pipeline} and {schedule}: {count}"
+        remedy = f"training.micro_batch_size={largest}"
+        yield Problem("training.micro_batch_size", asked, expected, remedy)
+
+
+def trained_problems(shape: ModelShape, cut: ModelCut, seq_len: int) -> Iterator[Problem]:
+    """Yield the problem of a process without a trained parameter: its optimizer would be empty."""
+    for place, part in enumerate(parts_of(shape, cut, seq_len)):
+        if not part.trainable:
+            expected = (
+                f"stages with a trained parameter each: process {place} of {cut.pipeline} has none"
+            )
+            yield Problem(KEY, cut.pipeline, expected, f"{KEY}=1, or train more of the model")
+            return
 
 
 class PipelineEngine(TorchEngine):
@@ -161,7 +226,9 @@ class PipelineEngine(TorchEngine):
             weight = dict(self._bare.named_parameters())[self._tie]
             if weight.grad is not None and (gradient := state.local(weight.grad)).numel():
                 last = dist.get_world_size(self._pipeline) - 1
-                add_from_peer(gradient, self._pipeline, last - self._layout.stage)
+                here = gradient.to(self._accelerator.device)  # shards may be offloaded
+                add_from_peer(here, self._pipeline, last - self._layout.stage)
+                gradient.copy_(here)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         """See `TorchEngine`. A tied weight is counted by the first stage."""

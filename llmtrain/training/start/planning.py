@@ -25,7 +25,7 @@ from llmtrain.checkpoint.candidates import is_foreign
 from llmtrain.config.checks import strategies_with, strategy_problem, unsplit
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
-from llmtrain.distributed.engines import sequence, zero
+from llmtrain.distributed.engines import pipeline, sequence, zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family, model_cut
 from llmtrain.distributed.plan import memory
@@ -53,6 +53,7 @@ from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
 from llmtrain.training.run.run import Planned
 from llmtrain.training.start import frozen
+from llmtrain.training.start.small_trials import stage_problems
 from llmtrain.types import WHOLE, ModelCut, ModelShape, Saved
 
 if TYPE_CHECKING:
@@ -202,6 +203,9 @@ def plan_start(
     )
     model = describe(config, hardware, run_dir, base)
     raise_any(cut_problems(config, model.config, hardware.cut))
+    if (cut := hardware.cut).pipeline > 1:
+        raise_any(pipeline.fill_problems(config, cut, hardware.groups))
+        raise_any(pipeline.trained_problems(model.shape, cut, config.data.seq_len))
     asked = work(config, precision, cpu=hardware.cpu, run_dir=run_dir)
     allowed = strategies_for(config, env)
     without: dict[str, Problem] = {}  # the first reason why a strategy does not work here
@@ -255,6 +259,10 @@ def cut_problems(
         yield from tensor.refusals(on_meta(model_config), cut.tensor)
     if cut.sequence > 1:
         yield from sequence.problems(config, model_config, cut)
+    if cut.pipeline > 1:
+        yield from (found := list(pipeline.problems(config, model_config, cut)))
+        if not found:
+            yield from stage_problems(model_config, cut)
 
 
 def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llmtrain.agreement import agreed
-from llmtrain.distributed.engines import sequence
+from llmtrain.distributed.engines import pipeline, sequence
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.engines.stages import Anatomy, CannotCutError, examine
 from llmtrain.distributed.ranks import lost_peer
@@ -31,7 +32,7 @@ from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.model.tensor import KEY, cut_model
 from llmtrain.text import first_few, first_line
 from llmtrain.training.start import trials
-from llmtrain.types import Cut
+from llmtrain.types import Cut, ModelCut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,7 +50,7 @@ _SPREAD = 3.0  # larger weights than a fresh model's, which let little through f
 _WIDTH = re.compile(r"(_size|dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
 _NO_WIDTH = re.compile(r"vocab|chunk|block|window|kernel|conv|num_")
 _known: dict[str, str] = {}  # what `why_apart` has found, by all that it depends on
-_anatomies: dict[str, Anatomy] = {}  # what `anatomy` has found, by config
+_anatomies: dict[str, Anatomy | CannotCutError] = {}  # what `anatomy` has found, by config
 
 
 def why_apart(config: PreTrainedConfig, seq_len: int) -> str:
@@ -164,15 +165,29 @@ def anatomy(config: PreTrainedConfig) -> Anatomy:
     Raises CannotCutError if it cannot be.
     """
     key = config.to_json_string()
-    if key in _anatomies:
-        return _anatomies[key]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        small = small_model(config)
-    if small is None:
-        raise CannotCutError("no small model of its config can be built, to try it")
-    _anatomies[key] = examine(small)
-    return _anatomies[key]
+    if key not in _anatomies:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = small_model(config)
+        try:
+            if small is None:
+                raise CannotCutError("no small model of its config can be built, to try it")
+            _anatomies[key] = examine(small)
+        except CannotCutError as error:
+            _anatomies[key] = error
+    found = _anatomies[key]
+    if isinstance(found, CannotCutError):
+        raise found
+    return found
+
+
+def stage_problems(config: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]:
+    """Yield the problem of a model that cannot be cut into stages. config: of transformers"""
+    try:
+        anatomy(config)
+    except CannotCutError as error:
+        expected = f"1: {config.model_type} cannot be cut into stages, as {error}"
+        yield Problem(pipeline.KEY, cut.pipeline, expected, f"{pipeline.KEY}=1")
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
