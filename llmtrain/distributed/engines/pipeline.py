@@ -68,7 +68,7 @@ def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator
     if total > blocks:
         most = max(1, blocks // cut.stages)
         held = f", of which each process has {cut.stages}" if cut.stages > 1 else ""
-        expected = f"at most {most}: {plural(blocks, 'block')} for {total} stages{held}"
+        expected = f"at most {most}: {plural(blocks, 'block', 'blocks')} for {total} stages{held}"
         yield Problem(KEY, cut.pipeline, expected, f"{KEY}={most}")
 
 
