@@ -23,6 +23,14 @@ STARTS = {
     "zero3": (2, {"strategy": "zero3"}),
     "matrices and blocks": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "blocks beside fsdp2": (4, {"strategy": "fsdp2", "pipeline_parallel": 2}),
+    "several stages a process": (
+        2,
+        {
+            "pipeline_parallel": 2,
+            "pipeline_schedule": "interleaved",
+            "pipeline_stages_per_rank": 2,
+        },
+    ),
 }
 
 

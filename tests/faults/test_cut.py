@@ -17,7 +17,12 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 # name → processes, strategy, keys
-CUTS = {"matrices beside fsdp2": (4, "fsdp2", {"tensor_parallel": 2})}
+CUTS = {
+    "matrices beside fsdp2": (4, "fsdp2", {"tensor_parallel": 2}),
+    "blocks beside ddp": (4, "ddp", {"pipeline_parallel": 2}),
+    "blocks beside fsdp2": (4, "fsdp2", {"pipeline_parallel": 2}),
+}
+LAST_THAT_WRITES = {"blocks beside ddp": 1}  # the last stage of the first pipeline; else the last
 BESIDE_DDP = (4, "ddp", {"tensor_parallel": 2})
 
 
@@ -57,7 +62,7 @@ def test_a_signal_in_a_cut_step_and_a_stop_file_leave_complete_checkpoints(fault
 @pytest.mark.parametrize("how", CUTS)
 def test_a_full_disk_of_one_rank_leaves_no_other_waiting(faulty, how):
     run = cut(faulty, how)
-    rank = run.world_size - 1
+    rank = LAST_THAT_WRITES.get(how, run.world_size - 1)
     at = f"save.write@rank={rank}@step={EVERY}@bytes=10%=enospc"
     assert run.launch(at, f"training.steps={EVERY + 2}") == [0] * run.world_size
     (failed,) = run.events("save_failed")

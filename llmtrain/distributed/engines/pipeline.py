@@ -176,7 +176,11 @@ class PipelineEngine(TorchEngine):
         numbers = torch.arange(count)
         is_last = self._layout.last_stage
         targets: dict[str, Any] = {"target": numbers, "losses": []} if is_last else {}
-        self._schedule.step(number=numbers, return_outputs=False, **targets)
+        try:
+            self._schedule.step(number=numbers, return_outputs=False, **targets)
+        except RuntimeError as error:
+            # torch puts what a forward raises, such as that a peer is gone, into one of its own.
+            raise error.__cause__ or error from None
         system.beat("the reduction of a step")
         self._reduce()
         yield from (loss for loss in losses if loss is not None)
