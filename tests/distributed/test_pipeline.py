@@ -189,7 +189,7 @@ def test_what_else_a_run_asks_for_is_as_on_one_process(server, tmp_path, alone, 
         ),
         (
             {},
-            ("model.freeze=[model.embed_tokens*, model.layers.[012].*]",),
+            ("model.freeze=['model.embed_tokens*', 'model.layers.[012].*']",),
             "expected: stages with a trained parameter each: process 0 of 2 has none",
         ),
     ],
