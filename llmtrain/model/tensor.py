@@ -200,8 +200,7 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: _Group) -> Tensor:
-        # A copy: selective checkpointing keeps the product that this is, and sums it again.
-        x = x.clone(memory_format=torch.contiguous_format)
+        x = x.contiguous()
         if group is not None:
             dist.all_reduce(x, group=group)
         return x
@@ -282,7 +281,8 @@ def rowwise(cutter: _Cutter, module: Any, path: str) -> None:
     module.in_features = cut.sizes[cutter.rank]
 
     def forward(x: Tensor) -> Tensor:
-        products = cutter.summed(F.linear(x, module.weight))
+        # A copy is summed: selective checkpointing keeps the product, and sums it again.
+        products = cutter.summed(F.linear(x, module.weight).clone())
         return products if module.bias is None else products + module.bias  # once, not on each
 
     module.forward = forward

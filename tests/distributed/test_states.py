@@ -95,7 +95,9 @@ def test_a_process_keeps_to_the_byte_what_the_plan_counts_of_cut_matrices(server
     config = LlamaConfig(**LLAMA)
     for arithmetic in ("fp32", "bf16", "autocast"):
         saved = count_saved(config, seq_len, arithmetic, "none", tensor_parallel=tensor)
-        assert last[arithmetic] == saved.blocks + saved.once, arithmetic
+        # Held for the last modules that share it, but not saved: autocast has saved its cast.
+        shared = 4 * seq_len * config.hidden_size if arithmetic == "autocast" else 0
+        assert last[arithmetic] + shared == saved.blocks + saved.once, arithmetic
     cut = ModelCut(tensor)
     (own,) = parts_of(describe_parameters(config), cut, seq_len)
     hardware = Hardware(2**30, None, tensor, 1, cpu=True, cut=cut)
