@@ -154,6 +154,20 @@ def test_what_else_a_run_asks_for_is_as_on_one_process(server, tmp_path, alone, 
     same(tmp_path / "run", alone("llama", **changes))
 
 
+def test_adapters_are_trained_as_on_one_process_and_go_on_there(server, tmp_path, alone):
+    (base,) = (alone("qwen3") / "checkpoints").iterdir()
+    runs = {"one": (1, {}), "two": (2, {"pipeline_parallel": 2})}
+    for name, (world_size, keys) in runs.items():
+        made = tiny_config(tmp_path / name)
+        made |= {"model": {"from": str(base)}, "adapter": {"kind": "lora"}, "distributed": keys}
+        path = write_config(tmp_path, made, f"{name}.yaml")
+        assert server.run(["train", str(path)], world_size, tmp_path) == [0] * world_size
+    same(tmp_path / "two", tmp_path / "one")
+    more = ["distributed.pipeline_parallel=1", f"training.steps={STEPS + 1}"]
+    assert server.run(["train", str(tmp_path / "two.yaml"), *more], 1, tmp_path) == [0]
+    assert lines(tmp_path / "two", "train")[-1]["step"] == STEPS + 1
+
+
 @pytest.mark.parametrize(
     ("keys", "more", "expected"),
     [

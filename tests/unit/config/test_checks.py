@@ -96,6 +96,27 @@ def loaded_batch(total, micro):
     )
 
 
+@pytest.mark.parametrize(
+    ("stages", "schedule", "each", "key"),
+    [
+        (2, "interleaved", 2, None),
+        (2, "1f1b", 1, None),
+        (2, "interleaved", 1, "distributed.pipeline_schedule"),
+        (2, "1f1b", 2, "distributed.pipeline_stages_per_rank"),
+        (2, "gpipe", 2, "distributed.pipeline_stages_per_rank"),
+        (1, "interleaved", 2, "distributed.pipeline_stages_per_rank"),
+    ],
+)
+def test_several_stages_of_a_process_are_interleaved(tmp_path, stages, schedule, each, key):
+    found = problems(
+        tmp_path,
+        f"distributed.pipeline_parallel={stages}",
+        f"distributed.pipeline_schedule={schedule}",
+        f"distributed.pipeline_stages_per_rank={each}",
+    )
+    assert set(found) == ({key} if key else set())
+
+
 @pytest.mark.parametrize(("steps", "fine"), [(0.03, True), (1, True), (100, True), (12.5, False)])
 def test_warmup_is_whole_steps_or_a_share(tmp_path, steps, fine):
     assert (problems(tmp_path, f"optimizer.warmup_steps={steps}") == {}) == fine
