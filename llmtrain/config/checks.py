@@ -178,15 +178,20 @@ def check_micro_batch(training: schema.TrainingConfig) -> list[Problem]:
     return [Problem("training.global_batch_size", total, expected, _nearest(total, micro))]
 
 
-def check_batch(training: schema.TrainingConfig, world_size: int) -> list[Problem]:
-    """Check that the global batch can be split over `world_size` processes, and micro-batches."""
+def check_batch(
+    training: schema.TrainingConfig, world_size: int, what: str = "processes"
+) -> list[Problem]:
+    """Check that the global batch can be split over `world_size` processes, and micro-batches.
+
+    what: as the message names the processes
+    """
     if world_size == 1:
         return check_micro_batch(training)
     micro, total = training.micro_batch_size, training.global_batch_size
     unit = world_size * (1 if micro == "auto" else micro)
     if total % unit == 0:
         return []
-    split = f"{world_size} processes" + ("" if micro == "auto" else f" × micro-batch {micro}")
+    split = f"{world_size} {what}" + ("" if micro == "auto" else f" × micro-batch {micro}")
     expected = f"a multiple of {split} = {unit}"
     remedy = _nearest(total, unit)
     if micro != "auto" and total % world_size == 0:

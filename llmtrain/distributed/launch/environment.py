@@ -281,7 +281,8 @@ def strategy_problems(strategy: str, processes: int, cut: ModelCut) -> Iterator[
 def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> Iterator[Problem]:
     """Yield why the processes cannot be divided into models, or a step's batch among these."""
     if processes % cut.processes == 0:
-        yield from check_batch(training, processes // cut.processes)
+        what = "processes" if cut.processes == 1 else "models"
+        yield from check_batch(training, processes // cut.processes, what)
         return
     sizes = {f"distributed.{key}": size for key, size in cut.to_json().items() if size > 1}
     (key, size), *others = sizes.items()

@@ -463,7 +463,7 @@ def test_the_batch_is_split_over_the_models(tmp_path):
     cut = "distributed.tensor_parallel=2"
     check(TORCHRUN | FOUR, loaded(tmp_path, "training.global_batch_size=2", cut))
     found = refused(TORCHRUN | FOUR, loaded(tmp_path, "training.global_batch_size=3", cut))
-    assert "2 processes" in found["training.global_batch_size"]
+    assert "2 models" in found["training.global_batch_size"]
 
 
 @pytest.mark.parametrize("option", [["--config_file", "{}"], ["--config-file={}"]])
