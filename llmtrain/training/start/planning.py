@@ -240,7 +240,8 @@ def cut_problems(
     """Yield why a run cannot be cut over processes as its launch or its config says."""
     if cut.tensor > 1:
         with_it = f"with {tensor.KEY} = {cut.tensor}"
-        adapter, kernel = config.adapter.kind, frozen.asked_kernel(config.training, config.run_dir)
+        run_dir = None if config.run.dir is None else config.run_dir
+        adapter, kernel = config.adapter.kind, frozen.asked_kernel(config.training, run_dir)
         if adapter != "none":
             expected = f"none {with_it}: the matrices of adapters are not cut"
             yield Problem("adapter.kind", adapter, expected, f"{tensor.KEY}=1")
