@@ -29,6 +29,8 @@ MODELS = {
         "num_local_experts": 4,
     },
 }
+MODELS |= {f"{one} of two": MODELS[one] | {"num_key_value_heads": 2} for one in ("llama", "qwen3")}
+KINDS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral")
 UNTIED = ("llama", "mixtral")  # nothing is summed in another order
 SCHEDULES = {
     "1f1b": {},
@@ -106,7 +108,7 @@ def diagonal(models, schedules):
     ]
 
 
-@pytest.mark.parametrize(("model", "schedule"), diagonal(MODELS, SCHEDULES))
+@pytest.mark.parametrize(("model", "schedule"), diagonal(KINDS, SCHEDULES))
 def test_two_processes_that_share_the_blocks_train_as_one(server, tmp_path, alone, model, schedule):
     distributed = {"pipeline_parallel": 2} | SCHEDULES[schedule]
     run(server, tmp_path, 2, model, distributed=distributed)
@@ -127,6 +129,15 @@ def test_two_processes_that_share_the_blocks_train_as_one(server, tmp_path, alon
 )
 def test_two_pipelines_train_as_one_process(server, tmp_path, alone, model, keys):
     run(server, tmp_path, 4, model, distributed={"pipeline_parallel": 2} | keys)
+    same(tmp_path / "run", alone(model))
+
+
+@pytest.mark.parametrize(
+    "model", ["llama of two", pytest.param("qwen3 of two", marks=pytest.mark.wide)]
+)
+def test_pipelines_of_cut_matrices_train_as_one_process(server, tmp_path, alone, model):
+    keys = {"pipeline_parallel": 2, "tensor_parallel": 2}
+    run(server, tmp_path, 4, model, distributed=keys)
     same(tmp_path / "run", alone(model))
 
 
