@@ -465,7 +465,7 @@ def test_llama_70b_is_planned_over_eight_devices_and_four_stages(tmp_path):
     assert row["parts"]["gradients"] == 4 * first
     assert row["parts"]["optimizer"] == 8 * first
     assert row["parts"]["parameters"] - 4 * first < 10_000  # the angles of positions
-    assert row["total_bytes"] / GIB == pytest.approx(75, abs=1)
+    assert row["total_bytes"] / GIB == pytest.approx(76, abs=1)
     assert row["tokens_per_second"] == pytest.approx(15_700, rel=0.02)
     lines = " ".join(" ".join(plan_lines(found)).split())
     assert "parallel 8, pipeline parallel 4: one model on 32 devices; computed, not" in lines
