@@ -36,6 +36,7 @@ SECTIONS = {  # program → title, what its command needs, units that are shown 
     "threads": ("Threads", "", []),
     "data": ("Data", " --data DIR --tokenizer DIR", ["tokens/s"]),
     "checkpoint": ("Checkpoints", "", ["GB/s"]),
+    "parallel": ("Models in parts", "", ["B"]),
     "scaling": ("Growth", "", []),
     "convergence": ("Convergence", " --data DIR", ["nats"]),
     "speedrun": ("Speedrun", " --data DIR --record muon", []),

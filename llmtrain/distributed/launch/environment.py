@@ -272,7 +272,10 @@ def strategy_problems(strategy: str, processes: int, cut: ModelCut) -> Iterator[
     if family(strategy) == "zero":
         expected = f"ddp, fsdp2 or hsdp with {named_cut}: DeepSpeed shards whole models"
         yield Problem(key, strategy, expected, f"fsdp2, as in {named.example('fsdp2_tp')}")
-    elif family(strategy) == "fsdp" and processes == cut.tensor * cut.pipeline:
+    elif strategy == "fsdp2_offload" and cut.weights > 1:
+        expected = f"fsdp2 with {named_cut}: parts on the host cannot be exchanged for a checkpoint"
+        yield Problem(key, strategy, expected, f"fsdp2, as in {named.example('fsdp2_tp')}")
+    elif family(strategy) == "fsdp" and processes == cut.weights:
         expected = f"ddp with {named_cut} on {processes} processes: each holds another part already"
         remedy = f"ddp, as in {named.example('tp')}, or twice as many processes"
         yield Problem(key, strategy, expected, remedy)

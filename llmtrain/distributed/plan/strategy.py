@@ -271,13 +271,15 @@ def possible(
             raise UserError(Problem("distributed.wrap_class", "auto", expected, other))
         return tuple(allowed)
     absent = () if blocks_known else FSDP
-    apart = hardware.cut.tensor * hardware.cut.pipeline  # devices that hold different weights
+    apart = hardware.cut.weights  # devices that hold different weights
     if hardware.nodes == 1 or hardware.devices_per_node <= apart:
         absent = (*absent, "hsdp")
     if hardware.devices == apart:
         absent = (*absent, "fsdp2")
     if hardware.cut.processes > 1:  # DeepSpeed shards whole models
         absent = (*absent, *ZERO, *(FSDP if hardware.devices == apart else ()))
+    if apart > 1:  # what is on the host cannot be exchanged
+        absent = (*absent, "fsdp2_offload")
     return tuple(name for name in LADDER if name in allowed and name not in absent)
 
 

@@ -476,6 +476,7 @@ def test_llama_70b_is_planned_over_eight_devices_and_four_stages(tmp_path):
     [
         ("distributed.strategy=zero3", "distributed.strategy", "DeepSpeed shards whole models"),
         ("distributed.strategy=fsdp2", "distributed.strategy", "holds another part already"),
+        ("distributed.strategy=fsdp2_offload", "distributed.strategy", "parts on the host cannot"),
         ("distributed.pipeline_parallel=3", "distributed.tensor_parallel", "a divisor of"),
     ],
 )
