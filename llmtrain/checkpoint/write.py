@@ -135,8 +135,9 @@ def write_pieces(begun: OpenSave, pieces: Iterable[Piece], share: int | None = N
     share: about how many bytes the pieces have, if each is made when it is asked for; None = they
         are views of memory that is held anyway, and are counted
 
-    It may run in any thread, and does not wait for other ranks, unless making a piece does. Raises
-    OSError if the disk fails, ValueError for a piece that is not in the spec.
+    It may run in any thread, and does not wait for other ranks, unless making a piece does: then
+    the caller takes all pieces that are left, also after an error. Raises OSError if the disk
+    fails, ValueError for a piece that is not in the spec.
     """
     if share is None:
         pieces = list(pieces)
@@ -357,12 +358,15 @@ def collect_pieces(begun: OpenSave, pieces: Iterable[Piece], ranks: Ranks) -> Ex
     Collective; only rank 0 gets extents. An error of this rank is raised after the last exchange.
     """
     parts: dict[str, list[Part]] = {}
+    pieces = iter(pieces)
 
     def collect() -> None:
         for piece in pieces:
             parts.setdefault(piece.name, []).append(flat(begun, piece))
 
     error = captured(collect).error
+    for _ in pieces:  # another rank may wait for what this one exchanges to make them
+        continue
     failed = [error] if error else []
     blocks = _exchange(begun, {} if error else parts, ranks, failed)
     total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())

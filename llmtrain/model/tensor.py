@@ -32,6 +32,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.types import Cut, split
 
 KEY = "distributed.tensor_parallel"
+_LEAST_CUT = 0.5  # of the weights of the blocks: below it each process computes most of the model
 _Group = dist.ProcessGroup | None  # None: nothing is exchanged, as of a model on paper
 
 
@@ -48,7 +49,15 @@ def refusals(model: PreTrainedModel, size: int) -> Iterator[Problem]:
         yield Problem(KEY, size, expected, "distributed.pipeline_parallel, or fsdp2")
         return
     if unknown := sorted(set(styles.values()) - _STYLES.keys()):
-        expected = f"1: the plan of {name} cuts by {', '.join(unknown)}, as for experts"
+        expected = f"1: the plan of {name} cuts by {', '.join(unknown)}, which is not offered"
+        yield Problem(KEY, size, expected, "distributed.strategy=fsdp2 without it")
+        return
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    of_blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    inside = {id(one): one.numel() for block in of_blocks for one in block.parameters()}
+    share = sum(inside.get(key, 0) for key in axes_of(model)) / max(1, sum(inside.values()))
+    if share < _LEAST_CUT:
+        expected = f"1: the plan of {name} cuts {share:.0%} of the weights of its blocks"
         yield Problem(KEY, size, expected, "distributed.strategy=fsdp2 without it")
         return
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -70,7 +79,9 @@ def refusals(model: PreTrainedModel, size: int) -> Iterator[Problem]:
         elif style in ("colwise", "rowwise"):
             count = module.weight.shape[1 if style == "rowwise" else 0]
             if count % size:
-                yield Problem(KEY, size, f"a divisor of the {count} of {path}")
+                what = "inputs" if style == "rowwise" else "outputs"
+                expected = f"a divisor of the {count} {what} of {path}"
+                yield Problem(KEY, size, expected, f"{KEY}=1")
                 return  # other blocks have the same
 
 
@@ -156,6 +167,8 @@ class _Cutter:
 
         Their gradients are then added up before they are summed over the group.
         """
+        if not torch.is_grad_enabled():
+            return x
         if self.last is None or self.last[0] is not x:
             self.last = x, self.copy(x)
         return self.last[1]

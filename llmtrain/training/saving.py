@@ -164,6 +164,8 @@ def _write(run: Run, begun: write.OpenSave, pieces: Iterator[Piece]) -> Written:
         outcome = captured(lambda: write.collect_pieces(begun, pieces, run.ranks))
     else:
         outcome = captured(lambda: write.write_pieces(begun, pieces, share))
+    if isinstance(outcome.error, RunError):  # in the middle of an exchange
+        raise outcome.error
     for _ in pieces:  # if this rank has failed, others still wait for its columns
         continue
     return outcome.error, {} if outcome.error else outcome.result()

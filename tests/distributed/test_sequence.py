@@ -234,7 +234,7 @@ def refused(said, key, reason):
         (
             ["distributed.sequence_parallel=3"],
             "distributed.sequence_parallel = 3",
-            "a divisor of the 2 processes",
+            "a divisor of the number of processes, 2",
         ),
     ],
 )

@@ -70,9 +70,23 @@ def test_a_full_disk_of_one_rank_leaves_no_other_waiting(faulty, how):
     assert run.valid() == [f"step-{EVERY + 2:08d}"]
 
 
-def test_a_flipped_bit_is_found_among_the_processes_that_hold_the_same_part(faulty):
+@pytest.mark.parametrize(
+    ("of", "ranks"), [("model.embed_tokens", [1, 3]), ("model.norm", [3])], ids=["cut", "whole"]
+)
+def test_a_flipped_bit_is_found_among_the_processes_that_hold_the_same(faulty, of, ranks):
+    """Of what is not cut all four have a copy, so it is known which of them is wrong."""
     run = cut(faulty, "matrices beside ddp")
-    assert run.launch(through=through(flip=[3], step=6)) == [75] * 4
+    assert run.launch(through=through(flip=[3], step=EVERY, of=of)) == [75] * 4
     (event,) = run.events("replicas_differ")
-    assert (event["step"], event["ranks"]) == (8, [1, 3])
-    assert event["names"][0].startswith("model.embed_tokens.weight (rank 1, 3)")
+    found = [name for name in event["names"] if name.startswith(of)]
+    assert event["step"] == EVERY
+    assert found[0].startswith(f"{of}.weight (rank {', '.join(map(str, ranks))})")
+
+
+def test_a_rank_that_cannot_send_its_part_leaves_no_other_waiting(faulty):
+    run = cut(faulty, "matrices beside ddp")
+    given = (f"training.steps={EVERY + 2}", "checkpoint.writers=rank0")
+    assert run.launch("", *given, through=through(unsent=[1])) == [0] * 4
+    (failed,) = run.events("save_failed")
+    assert "rank 1: OSError: this piece cannot be read" in failed["failures"]
+    assert run.valid() == [f"step-{EVERY + 2:08d}"]

@@ -85,7 +85,7 @@ def share(step: int, launched: Launched, documents: bool) -> Batch:
     return Batch(ids, labels, tokens, borders, {}, 0, 0, {"all": tokens}, {}, 0.0)
 
 
-def opened(launched: Launched, case: str, z_loss: float = 0.0) -> tuple[Any, Any, list[Any]]:
+def opened(launched: Launched, case: str) -> tuple[Any, Any, list[Any]]:
     """A run as `update` sees it, with the sums and norms that it will send."""
     kind, *asked = case.split()
     bare = built(kind).to(torch.float64 if "double" in asked else torch.float32)
@@ -95,7 +95,7 @@ def opened(launched: Launched, case: str, z_loss: float = 0.0) -> tuple[Any, Any
     shape.apply_checkpointing(bare, *(kinds or ["none"]))
     fused = make_optimizer(bare, OptimizerConfig(learning_rate=1e-3))
     head = found if isinstance(found, Head) and "logits" not in asked else None
-    loss = LossModule(bare, head, z_loss=0.01 if "z_loss" in asked else z_loss)
+    loss = LossModule(bare, head, z_loss=0.01 if "z_loss" in asked else 0.0)
     if (group := launched.groups.tensor) is not None:
         driven = state.names_of(fused, bare)
         launched.engine.cuts = cut_model(loss, group)

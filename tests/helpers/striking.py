@@ -5,7 +5,9 @@ happens, JSON of these:
 
     {"nan": [1], "step": 10}     the losses of these ranks are not finite in a step
     {"never": 10}                the update of a step is not made, on any rank
-    {"flip": [1], "step": 6}     a bit of one weight of these ranks is another in front of a step
+    {"flip": [1], "step": 6}     a bit of one weight of these ranks is another in front of a step;
+                                 with "of": of the first whose name has this in it
+    {"unsent": [1]}              these ranks fail at the third piece of their first save
     {"hurried": true}            the watchdog looks often, once a failpoint hangs or `hung` is there
 """
 
@@ -39,7 +41,9 @@ def train(what: str, config: str, *overrides: str) -> None:
     if rank in asked.get("nan", []):
         poison(step)
     if rank in asked.get("flip", []):
-        flip(step)
+        flip(step, asked.get("of", ""))
+    if rank in asked.get("unsent", []):
+        unsent()
     if "never" in asked:
         leave_out(asked["never"])
     from llmtrain.cli.main import main
@@ -74,7 +78,22 @@ def leave_out(wanted: int) -> None:
     TorchEngine.step = never
 
 
-def flip(wanted: int) -> None:
+def unsent() -> None:
+    """One of the pieces that rank 0 is to write cannot be read."""
+    from llmtrain.checkpoint import write
+
+    made, seen = write.flat, list[None]()
+
+    def failing(*args: Any) -> Any:
+        seen.append(None)
+        if len(seen) == 3:
+            raise OSError("this piece cannot be read")
+        return made(*args)
+
+    write.flat = failing
+
+
+def flip(wanted: int, of: str) -> None:
     """A bit of the mantissa, high enough that no rounding takes it back."""
     from llmtrain.training import loop
 
@@ -82,7 +101,8 @@ def flip(wanted: int) -> None:
 
     def flipped(run: Run, step: int) -> None:
         if step == wanted:
-            flipping.flip(next(run.built.bare.parameters()), bit=18)
+            named = run.built.bare.named_parameters()
+            flipping.flip(next(weight for name, weight in named if of in name), bit=18)
         begin(run, step)
 
     loop.begin = flipped

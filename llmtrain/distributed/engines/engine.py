@@ -111,11 +111,12 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def unequal_ranks(
-    names: Sequence[str], held: Sequence[Tensor], replicas: int
+    names: Sequence[str], held: Sequence[Tensor], replicas: int, neighbours: int = 1
 ) -> dict[str, list[int]]:
     """Return the names of tensors that differ between replicas, each with the ranks that differ.
 
     held: this rank's part of each tensor.
+    neighbours: how many ranks, one after another, hold the same in each replica.
 
     A rank is named if its bits are not those of more than half of the tensor's replicas. Without
     such a majority it is unknown which replica is right, and all of them are named. Two replicas
@@ -126,26 +127,29 @@ def unequal_ranks(
     Waits for the device.
     """
     world_size = dist.get_world_size()
-    shards = world_size // replicas
+    shards = world_size // (replicas * neighbours)
     sums = torch.stack([checksum(tensor) for tensor in held])
     # min(x) is ~max(~x), so one reduction finds the largest and the smallest sum.
     bounds = sums.new_full((shards, 2, len(sums)), _LEAST)
-    bounds[dist.get_rank() % shards] = torch.stack([sums, ~sums])
+    bounds[dist.get_rank() // neighbours % shards] = torch.stack([sums, ~sums])
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     if bool((bounds[:, 0] == ~bounds[:, 1]).all()):
         return {}
     each = [torch.empty_like(sums) for _ in range(world_size)]
     dist.all_gather(each, sums)
     columns = zip(*(one.tolist() for one in each), strict=True)
-    found = {name: odd_ranks(column, shards) for name, column in zip(names, columns, strict=True)}
+    found = {
+        name: odd_ranks(column, shards, neighbours)
+        for name, column in zip(names, columns, strict=True)
+    }
     return {name: ranks for name, ranks in found.items() if ranks}
 
 
-def odd_ranks(sums: Sequence[int], shards: int) -> list[int]:
+def odd_ranks(sums: Sequence[int], shards: int, neighbours: int = 1) -> list[int]:
     """Return the ranks whose sum is not that of most replicas of their shard. sums: one a rank."""
     found: list[int] = []
     for shard in range(shards):
-        ranks = range(shard, len(sums), shards)
+        ranks = [one for one in range(len(sums)) if one // neighbours % shards == shard]
         value, count = Counter(sums[rank] for rank in ranks).most_common(1)[0]
         agreed = 2 * count > len(ranks)
         found += [rank for rank in ranks if not agreed or sums[rank] != value]
@@ -154,6 +158,12 @@ def odd_ranks(sums: Sequence[int], shards: int) -> list[int]:
 
 _SMALL = 1 << 15  # elements; a larger tensor's own work is longer than a call
 _SLAB = 1 << 17  # elements that are in a CPU's cache as fp64
+
+
+def begin_micro_batch(index: int, count: int) -> None:
+    """Tell that the forward of a micro-batch begins, of so many in a step."""
+    faults.hit("loop.micro")
+    system.beat("a micro-batch", index + 1, count)
 
 
 class Engine(Protocol):
@@ -186,8 +196,7 @@ class Engine(Protocol):
         Yields the loss of each micro-batch, () fp32, detached, after its backward.
         """
         for index, micro_batch in enumerate(micro_batches):
-            faults.hit("loop.micro")
-            system.beat("a micro-batch", index + 1, len(micro_batches))
+            begin_micro_batch(index, len(micro_batches))
             with self.micro(last=index == len(micro_batches) - 1):
                 loss: Tensor = self._model(**micro_batch)
                 self.backward(loss, scale)
@@ -237,7 +246,8 @@ class Engine(Protocol):
         writing: yield only what this rank writes; all ranks together write each element once.
             Otherwise the caller fills the memory, and then calls `finish_loading`.
         dealt: when writing, share out the parameters and moments that every rank has, instead of
-            giving them all to rank 0. Rank 0 always writes the buffers, as they may differ.
+            giving them all to rank 0; those of a cut model always are its first processes'. Rank 0
+            always writes the buffers, as they may differ.
         """
 
     def finish_loading(self, steps: int) -> None:
@@ -457,11 +467,22 @@ class TorchEngine(Engine):
         to compare moments too would take three times as long. Buffers may differ rightly, as they
         may depend on the data of one rank.
         """
-        count = self._sharding.replicas if self._sharding else self._layout.replicas
-        if count == 1:
-            return {}
         named = dict(self._bare.named_parameters()) if base else state.named_parameters(self._bare)
-        return unequal_ranks(list(named), [state.local(p) for p in named.values()], count)
+        return self._unequal({name: state.local(p) for name, p in named.items()})
+
+    def _unequal(self, held: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Compare this rank's parts of parameters, which have the same names on all ranks.
+
+        A parameter that is not cut is also compared between the processes that share matrices.
+        """
+        replicas = self._sharding.replicas if self._sharding else self._layout.replicas
+        group, found = self._groups.tensor, dict[str, list[int]]()
+        beside = 1 if group is None else dist.get_world_size(group)
+        for is_cut, neighbours in ((True, 1), (False, beside)):
+            own = {name: part for name, part in held.items() if (name in self.cuts) == is_cut}
+            if own and replicas * neighbours > 1:
+                found |= unequal_ranks([*own], [*own.values()], replicas, neighbours)
+        return found
 
     def _here(self, sums: StepVector) -> StepVector:
         """Return the vector where updates are made: on the host if the shards are offloaded."""

@@ -31,10 +31,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from llmtrain import faults, system
+from llmtrain import system
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import fsdp, stages, state
-from llmtrain.distributed.engines.engine import TorchEngine, unequal_ranks
+from llmtrain.distributed.engines.engine import TorchEngine, begin_micro_batch
 from llmtrain.distributed.plan.balance import can_fill, parts_of
 from llmtrain.distributed.ranks import add_from_peer
 from llmtrain.errors import Problem
@@ -250,14 +250,12 @@ class PipelineEngine(TorchEngine):
 
     def unequal_replicas(self, *, base: bool = False) -> dict[str, list[int]]:
         """See `TorchEngine`. Processes with the same stages are compared."""
-        count = self._sharding.replicas if self._sharding else self._layout.replicas
-        if count == 1:
-            return {}
         bare = self._bare
         held = dict(bare.named_parameters()) if base else state.named_parameters(bare)
         names, nothing = self._names[base], torch.empty(0, device=self._accelerator.device)
-        parts = [state.local(held[name]) if name in held else nothing for name in names]
-        return unequal_ranks(names, parts, count)
+        return self._unequal(
+            {name: state.local(held[name]) if name in held else nothing for name in names}
+        )
 
     def infer(self, input_ids: Tensor, keywords: Mapping[str, Any]) -> Tensor:
         """Return what a whole `LossModule` does, without gradients.
@@ -335,8 +333,7 @@ class _Part(nn.Module):
 
     def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
         index = int(number)
-        faults.hit("loop.micro")
-        system.beat("a micro-batch", index + 1, len(self._micro_batches))
+        begin_micro_batch(index, len(self._micro_batches))
         if hidden is not None and hidden.requires_grad:
             # torch refuses to send a gradient that is not contiguous.
             hidden = hidden.view_as(hidden)

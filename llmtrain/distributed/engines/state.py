@@ -28,6 +28,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from llmtrain.distributed.plan.memory import states
+from llmtrain.distributed.ranks import lost_peer
+from llmtrain.errors import RESTARTABLE, RunError
+from llmtrain.text import first_line
 from llmtrain.types import (
     DTYPES,
     Algorithm,
@@ -256,7 +259,8 @@ def rows_for_columns(part: Piece, cut: Cut, group: dist.ProcessGroup) -> Iterato
 
     part: the columns of some rows, which are the same rows on all processes of the group
 
-    Collective: every process has to take all that is yielded.
+    Collective: every process has to take all that is yielded. Raises RunError (75) if this process
+    cannot take part any more: the others wait for it, and are not to be told by a vote.
     """
     rank, (columns, first, ends) = dist.get_rank(group), _rows_of(part, cut, dist.get_rank(group))
     most = max(1, _EXCHANGED // (cut.shape[1] * part.data.element_size()))
@@ -266,14 +270,20 @@ def rows_for_columns(part: Piece, cut: Cut, group: dist.ProcessGroup) -> Iterato
             (min(begin + at, end), min(begin + at + most, end))
             for begin, end in itertools.pairwise(ends)
         ]
-        sent = torch.cat([columns[begin:end].reshape(-1) for begin, end in ranges])
         begin, end = ranges[rank]
         received = [(end - begin) * size for size in cut.sizes]
-        given = [(end - begin) * cut.sizes[rank] for begin, end in ranges]
-        flat = sent.new_empty(sum(received))
-        dist.all_to_all_single(flat, sent, received, given, group=group)
-        parts = zip(torch.split(flat, received), cut.sizes, strict=True)
-        rows = torch.cat([one.view(end - begin, size) for one, size in parts], 1)
+        given = [(last - start) * cut.sizes[rank] for start, last in ranges]
+        try:
+            sent = torch.cat([columns[start:last].reshape(-1) for start, last in ranges])
+            flat = sent.new_empty(sum(received))
+            dist.all_to_all_single(flat, sent, received, given, group=group)
+            parts = zip(torch.split(flat, received), cut.sizes, strict=True)
+            rows = torch.cat([one.view(end - begin, size) for one, size in parts], 1)
+        except RuntimeError as error:
+            if lost_peer(error):
+                raise
+            why = f"{part.name} could not be exchanged for a checkpoint: {first_line(error)}"
+            raise RunError(why, RESTARTABLE, "start the same command again: it resumes") from error
         yield Piece(part.name, (first + begin) * cut.shape[1], rows.view(-1))
 
 

@@ -289,7 +289,7 @@ def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> I
         return
     sizes = {f"distributed.{key}": size for key, size in cut.to_json().items() if size > 1}
     (key, size), *others = sizes.items()
-    expected = f"a divisor of the {processes} processes"
+    expected = f"a divisor of the number of processes, {processes}"
     if others:
         product = " × ".join([str(size), *(f"{other} {n}" for other, n in others)])
         expected += f", as {product} = {cut.processes} together are to be"

@@ -279,7 +279,8 @@ def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Itera
         yield Problem("parallelism_config_cp_size", ring, expected, remedy)
     elif named_family(env) == "zero" or (named_family(env) is None and mesh != (1, 1)):
         expected = "none: accelerate lays out a mesh for distributed_type FSDP alone"
-        yield Problem(key, None, expected, f"remove it, or {example('hsdp_multinode')}")
+        file = "hsdp_multinode" if cut.processes == 1 else "fsdp2_tp"
+        yield Problem(key, None, expected, f"remove it, or {example(file)}")
     elif named_family(env) is None or processes % cut.processes:
         return  # of what a model is cut into: `environment` reports it
     elif math.prod(mesh) * cut.processes != processes:

@@ -146,8 +146,12 @@ def _accumulation(run: Run) -> int:
 def _summary(run: Run, trainable: int) -> list[str]:
     manifest, training, threads = run.data.manifest, run.config.training, run.processes.threads
     count, cut = run.ranks.world_size, run.processes.launched.cut
-    shared = {"matrices": cut.tensor, "blocks": cut.pipeline, "positions": cut.sequence}
-    apart = [f"the {what} of a model over {size}" for what, size in shared.items() if size > 1]
+    shared = {
+        "matrices of a model": cut.tensor,
+        "blocks of a model": cut.pipeline,
+        "positions of a row": cut.sequence,
+    }
+    apart = [f"the {what} over {size}" for what, size in shared.items() if size > 1]
     words = ("model", "models") if apart else ("process", "processes")
     groups = plural(run.layout.data_size, *words)
     rows = f"{groups} × {run.built.micro_batch_size} × {_accumulation(run)}"

@@ -145,6 +145,8 @@ def decide_compile(config: schema.Config, processes: Processes, *, document_mask
     """
     launched, mode = processes.launched, processes.auto.compile
     if launched.cut.processes > 1:  # also if the run began on whole models, and was compiled
+        if mode not in (None, "off"):
+            _log.info("nothing is compiled while a model is cut over processes")
         return "off"
     if mode is None:
         mode = "off"

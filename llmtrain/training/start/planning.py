@@ -253,11 +253,15 @@ def cut_problems(
             yield Problem("training.compile", compiled, expected, "training.compile=auto")
         if kernel == "torch":
             expected = f"chunked or logits {with_it}: torch's kernel takes the whole head alone"
-            yield Problem("training.loss_kernel", kernel, expected, "training.loss_kernel=auto")
+            if config.training.loss_kernel == "auto":
+                expected += ", and auto.json has it"
+            yield Problem("training.loss_kernel", kernel, expected, "training.loss_kernel=chunked")
         if config.checkpoint.background is True:
             expected = f"false {with_it}: its processes exchange columns for rows as they write"
             yield Problem("checkpoint.background", True, expected, "checkpoint.background=auto")
-        yield from tensor.refusals(on_meta(model_config), cut.tensor)
+        for problem in tensor.refusals(on_meta(model_config), cut.tensor):
+            of_model = config.model.from_ and problem.key.startswith("model.config.")
+            yield replace(problem, remedy="a config.json without it") if of_model else problem
     if cut.sequence > 1:
         yield from sequence.problems(config, model_config, cut)
     if cut.pipeline > 1:

@@ -207,7 +207,7 @@ def _prepare(
     z_loss = config.training.z_loss
     loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
     module: nn.Module = loss
-    sent = fsdp.named_tensors(model.bare)
+    sent = fsdp.named_tensors(model.bare) if model.apart else {}
     if (group := launched.groups.tensor) is not None:
         driven = tensors.names_of(optimizer, model.bare)
         launched.engine.cuts = cut_model(loss, group)

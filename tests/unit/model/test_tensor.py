@@ -47,9 +47,10 @@ def test_models_whose_plan_is_known_are_cut_over_two_and_four(kind, layer):
     [
         ("llama", 8, {}, tensor.KEY, "a divisor of the model's 4 key and value heads"),
         ("llama", 3, {}, tensor.KEY, "a divisor of the model's 4 key and value heads"),
-        ("llama", 2, {"intermediate_size": 97}, tensor.KEY, "a divisor of the 97 of model.layers"),
+        ("llama", 2, {"intermediate_size": 97}, tensor.KEY, "a divisor of the 97 outputs of"),
         ("llama", 2, {"attention_dropout": 0.1}, "model.config.attention_dropout", "0.0 with"),
         ("mixtral", 2, {}, tensor.KEY, "1: the plan of MixtralForCausalLM cuts by moe_tp_experts"),
+        ("gpt_oss", 2, {}, tensor.KEY, "cuts 0% of the weights of its blocks"),
         ("gpt2", 2, None, tensor.KEY, "1: transformers has no plan for GPT2LMHeadModel"),
     ],
 )

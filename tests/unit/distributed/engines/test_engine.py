@@ -204,9 +204,7 @@ def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_
 
 def test_replicas_compare_what_is_trained_and_once_the_frozen_base(monkeypatch):
     seen: list[list[str]] = []
-    monkeypatch.setattr(
-        engine, "unequal_ranks", lambda names, _held, _count: seen.append(names) or {}
-    )
+    monkeypatch.setattr(engine, "unequal_ranks", lambda names, *_: seen.append(names) or {})
     model = tiny()
     trainable.attach(model, AdapterConfig(kind="lora", r=2, targets="q_proj"))
     accelerator = SimpleNamespace(process_index=0, num_processes=2)

@@ -440,8 +440,8 @@ def test_a_file_and_the_keys_say_over_how_many_processes_a_model_is_cut(
         (ZERO, "distributed.tensor_parallel=2", "DeepSpeed shards whole models"),
         (ZERO, "distributed.sequence_parallel=2", "DeepSpeed shards whole models"),
         (FSDP, "distributed.tensor_parallel=2", "each holds another part already"),
-        (TORCHRUN, "distributed.tensor_parallel=3", "a divisor of the 2 processes"),
-        ({}, "distributed.pipeline_parallel=2", "a divisor of the 1 processes"),
+        (TORCHRUN, "distributed.tensor_parallel=3", "a divisor of the number of processes, 2"),
+        ({}, "distributed.pipeline_parallel=2", "a divisor of the number of processes, 1"),
     ],
 )
 def test_a_cut_that_does_not_go_with_the_launch_is_refused(tmp_path, env, override, words):

@@ -289,10 +289,10 @@ def cut_choice(name, hardware, cuts=lambda _cut: True, batch=64, allowed=LADDER,
     ("hardware", "expected"),
     [
         (gpus(8, 80, cut=ModelCut(8)), ("ddp",)),
-        (gpus(8, 80, cut=ModelCut(2)), ("ddp", "fsdp2", "fsdp2_offload")),
+        (gpus(8, 80, cut=ModelCut(2)), ("ddp", "fsdp2")),
         (gpus(8, 80, cut=ModelCut(1, 1, 8)), ("ddp", "fsdp2", "fsdp2_offload")),
-        (gpus(8, 80, nodes=2, cut=ModelCut(2)), ("ddp", "hsdp", "fsdp2", "fsdp2_offload")),
-        (gpus(8, 80, nodes=2, cut=ModelCut(2, 4)), ("ddp", "fsdp2", "fsdp2_offload")),
+        (gpus(8, 80, nodes=2, cut=ModelCut(2)), ("ddp", "hsdp", "fsdp2")),
+        (gpus(8, 80, nodes=2, cut=ModelCut(2, 4)), ("ddp", "fsdp2")),
     ],
 )
 def test_models_that_are_cut_leave_what_has_something_to_shard(hardware, expected):
