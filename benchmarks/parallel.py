@@ -15,7 +15,7 @@ from harness import Bench, main, ranks
 
 HIDDEN, QUERIES, KEYS, MLP, HEADS = 64, 64, 64, 160, 4  # widths of a block, and its heads
 BLOCKS, VOCABULARY, LENGTH, MICRO = 4, 512, 64, 2
-SLEEP = 0.05  # seconds of a block's forward
+SLEEP = 0.1  # seconds of a block's forward
 SIZES = {"micro_batches": (4, 2), "counts": ((4, 8, 16), (4,))}
 
 
@@ -221,6 +221,8 @@ def idle(schedule: str, count: int, stages_each: int) -> dict[str, Any]:
         schedule=schedule, stages_each=stages_each, pipeline_parallel=int(os.environ["WORLD_SIZE"])
     )
     for block in bare.model.layers:
+        if not any(True for _ in block.parameters()):
+            continue  # it is on another process
         block.register_forward_hook(lambda _block, _given, hidden: Slept.apply(hidden))
     step(launched, count)
     began = time.perf_counter()
