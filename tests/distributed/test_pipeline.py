@@ -30,6 +30,7 @@ MODELS = {
     },
 }
 MODELS |= {f"{one} of two": MODELS[one] | {"num_key_value_heads": 2} for one in ("llama", "qwen3")}
+MODELS["llama of five blocks"] = MODELS["llama"] | {"num_hidden_layers": 5}
 KINDS = ("llama", "gpt2", "qwen3", "gemma2", "mixtral")
 UNTIED = ("llama", "mixtral")  # nothing is summed in another order
 SCHEDULES = {
@@ -130,6 +131,11 @@ def test_two_processes_that_share_the_blocks_train_as_one(server, tmp_path, alon
 def test_two_pipelines_train_as_one_process(server, tmp_path, alone, model, keys):
     run(server, tmp_path, 4, model, distributed={"pipeline_parallel": 2} | keys)
     same(tmp_path / "run", alone(model))
+
+
+def test_five_blocks_are_trained_as_one_process_by_two(server, tmp_path, alone):
+    run(server, tmp_path, 2, "llama of five blocks", distributed={"pipeline_parallel": 2})
+    same(tmp_path / "run", alone("llama of five blocks"), bits=True)
 
 
 @pytest.mark.parametrize(

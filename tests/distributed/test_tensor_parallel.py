@@ -11,6 +11,7 @@ CASES = (
     "llama",
     "llama double",
     "llama documents",
+    "llama frozen",
     "llama logits",
     "llama z_loss",
     "qwen3",
@@ -32,10 +33,11 @@ APERTUS = {
 }
 
 
-def launch(server, folder, world_size, cases, strategy="ddp", tensor=1, **env):
+def launch(server, folder, world_size, cases, strategy="ddp", tensor=1, *more, **env):
     folder.mkdir(exist_ok=True)
     output = folder / "result.json"
     call = ["call", "helpers.cut", "work", str(output), json.dumps(cases), strategy, str(tensor)]
+    call += more
     codes = server.run(call, world_size, folder, env)
     assert codes == [0] * world_size, (folder / "output.txt").read_text()
     return json.loads(output.read_text())
@@ -74,6 +76,19 @@ def test_groups_of_two_train_as_one_process_beside_data_parallelism(server, tmp_
         same(found[case], expected[case], case)
         if strategy == "fsdp2":
             assert found[case]["held"] < 0.3 * expected[case]["held"]
+
+
+def test_an_embedding_that_is_frozen_beside_unused_parameters_and_bf16(server, tmp_path):
+    """bf16 rounds the sums of parts in another order: an update is a few units of its last bit."""
+    cases = ("llama frozen",)
+    for precision, loss, norm in (("fp32", 1e-6, 1e-5), ("bf16", 1e-3, 1e-2)):
+        one, four = (tmp_path / f"{precision} on {n}" for n in (1, 4))
+        expected = launch(server, one, 1, cases, "ddp", 1, precision)["llama frozen"]
+        found = launch(server, four, 4, cases, "ddp", 2, precision, "unused")["llama frozen"]
+        assert found["losses"] == pytest.approx(expected["losses"], abs=loss, rel=0)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=norm)
+        assert found["unlike"] == []
+        assert found["replicas"] == {}
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ def test_a_signal_in_a_cut_step_and_a_stop_file_leave_complete_checkpoints(fault
     assert run.launch(f"loop.micro@rank={last}@step=6@nth=2=term") == [0] * run.world_size
     assert run.status()["state"] == "stopped"
     assert run.status()["checkpoint"] in run.valid()
+    assert run.launch(f"eval.batch@step=8@rank={last}=term") == [0] * run.world_size
+    assert run.status()["checkpoint"] == "step-00000008"
     (run.run_dir / "STOP").touch()
     assert run.launch() == [0] * run.world_size
     assert run.status()["reason"] == "stop_file"

@@ -1,8 +1,9 @@
 """Updates of small models that are cut over processes, and the same on one process.
 
-A case is a name of `MODELS` and what is asked beside it: `llama full` computes blocks
-again, `documents` hides them from each other, `logits` computes the loss from these, `double` is
-fp64. All cases of a launch run one after another, since each start of processes has its price.
+A case is a name of `MODELS` and what is asked beside it: `full` and `selective` compute blocks
+again, `documents` hides them from each other, `frozen` trains no embedding, `logits` computes the
+loss from these, `double` is fp64. All cases of a launch run one after another, since each start of
+processes has its price.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from helpers.updates import run_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.config.schema import DistributedConfig, OptimizerConfig
+from llmtrain.config.schema import DdpConfig, DistributedConfig, OptimizerConfig
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.accelerator import Launched, close, make_accelerator
 from llmtrain.distributed.engines.engine import TorchEngine
@@ -94,6 +95,8 @@ def opened(launched: Launched, case: str) -> tuple[Any, Any, list[Any]]:
     kinds = [kind for kind in ("selective", "full") if kind in asked]
     shape.apply_checkpointing(bare, *(kinds or ["none"]))
     fused = make_optimizer(bare, OptimizerConfig(learning_rate=1e-3))
+    if "frozen" in asked:
+        bare.get_input_embeddings().requires_grad_(False)
     head = found if isinstance(found, Head) and "logits" not in asked else None
     loss = LossModule(bare, head, z_loss=0.01 if "z_loss" in asked else 0.0)
     if (group := launched.groups.tensor) is not None:
@@ -169,10 +172,18 @@ def unlike(run: Any, launched: Launched) -> list[str]:
     return found
 
 
-def work(output: str, cases_text: str, strategy: str = "ddp", tensor: str = "1") -> None:
-    """On every rank: all cases; rank 0 writes what they give."""
-    asked = DistributedConfig(timeout_minutes=1.0, tensor_parallel=int(tensor))
-    launched = make_accelerator(strategy, "fp32", asked)
+def work(
+    output: str,
+    cases_text: str,
+    strategy: str = "ddp",
+    tensor: str = "1",
+    precision: str = "fp32",
+    unused: str = "",
+) -> None:
+    """On every rank: all cases; rank 0 writes what they give. unused: as DDP looks for them."""
+    ddp = DdpConfig(find_unused_parameters=bool(unused))
+    asked = DistributedConfig(timeout_minutes=1.0, tensor_parallel=int(tensor), ddp=ddp)
+    launched = make_accelerator(strategy, precision, asked)
     found = {case: of_all(launched, case) for case in json.loads(cases_text)}
     if launched.ranks.rank == 0:
         Path(output).write_text(json.dumps(found))

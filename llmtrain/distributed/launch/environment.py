@@ -65,15 +65,17 @@ def launcher_file(env: Mapping[str, str]) -> Mapping[str, object]:
     """
     if "ACCELERATE_MIXED_PRECISION" not in env:
         return {}
+    # accelerate's own file, which holds where none is named.
+    cache = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    path = Path(cache).expanduser() / "accelerate" / "default_config.yaml"
     for _, command in ancestors():
         for word, following in pairwise([*command, ""]):
             option, equals, value = word.partition("=")
             if option.replace("-", "_") == _FILE_OPTION:
                 path = Path(value if equals else following)
-                text = path.read_text("utf-8", "replace") if path.is_file() else ""
-                found = parse(text).value
-                return found if isinstance(found, dict) else {}
-    return {}
+    text = path.read_text("utf-8", "replace") if path.is_file() else ""
+    found = parse(text).value
+    return found if isinstance(found, dict) else {}
 
 
 def launch_problems(

@@ -483,3 +483,14 @@ def test_a_rank_reads_what_its_launcher_ignored(tmp_path, monkeypatch, option, t
         assert list(refused(launched, config)) == ["parallelism_config_pp_size"]
     else:
         check(launched, config)
+
+
+def test_a_rank_reads_what_accelerates_own_file_asks_and_is_ignored(tmp_path, monkeypatch):
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    file.write_text("distributed_type: FSDP\nparallelism_config: {parallelism_config_pp_size: 2}")
+    command = ["accelerate", "launch", "train.py"]
+    monkeypatch.setattr(environment, "ancestors", lambda: [({}, command)])
+    launched = TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no", "HF_HOME": str(tmp_path)}
+    assert list(refused(launched, loaded(tmp_path))) == ["parallelism_config_pp_size"]
+    check(launched | {"HF_HOME": str(tmp_path / "none")}, loaded(tmp_path))
