@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -65,14 +65,16 @@ def launcher_file(env: Mapping[str, str]) -> Mapping[str, object]:
     """
     if "ACCELERATE_MIXED_PRECISION" not in env:
         return {}
-    # accelerate's own file, which holds where none is named.
+    words = (pairwise([*command, ""]) for _, command in ancestors())
+    given = (
+        Path(value if equals else following)
+        for word, following in chain.from_iterable(words)
+        for option, equals, value in [word.partition("=")]
+        if option.replace("-", "_") == _FILE_OPTION
+    )
+    # accelerate's own file holds where none is named.
     cache = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    path = Path(cache).expanduser() / "accelerate" / "default_config.yaml"
-    for _, command in ancestors():
-        for word, following in pairwise([*command, ""]):
-            option, equals, value = word.partition("=")
-            if option.replace("-", "_") == _FILE_OPTION:
-                path = Path(value if equals else following)
+    path = next(given, Path(cache).expanduser() / "accelerate" / "default_config.yaml")
     text = path.read_text("utf-8", "replace") if path.is_file() else ""
     found = parse(text).value
     return found if isinstance(found, dict) else {}
