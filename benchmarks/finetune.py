@@ -352,8 +352,8 @@ def load_as_rank(config: str) -> None:
         seen["before"] = memory.reset_peak(cpu)
         return build(*given)
 
-    def loaded(model: Any, processes: Any, *more: Any) -> Any:
-        prepare(model, processes, *more)
+    def loaded(config: Any, model: Any, processes: Any, *more: Any) -> Any:
+        prepare(config, model, processes, *more)
         seen["peak"], seen["after"] = memory.peak_bytes(cpu), memory.resident_bytes()
         seen["shard"] = sum(local(one).nbytes for one in model.bare.parameters())
         seen["model"] = sum(one.nbytes for one in model.bare.parameters())

@@ -139,7 +139,7 @@ def test_five_blocks_are_trained_as_one_process_by_two(server, tmp_path, alone):
 
 
 @pytest.mark.parametrize(
-    "model", ["llama of two", pytest.param("qwen3 of two", marks=pytest.mark.wide)]
+    "model", ["llama of two", pytest.param("qwen3 of two", marks=pytest.mark.slow)]
 )
 def test_pipelines_of_cut_matrices_train_as_one_process(server, tmp_path, alone, model):
     keys = {"pipeline_parallel": 2, "tensor_parallel": 2}

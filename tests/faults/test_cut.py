@@ -32,7 +32,13 @@ def cut(faulty, how, name="a"):
     return faulty(world_size, strategy, name, model__config=LLAMA, **changes)
 
 
-@pytest.mark.parametrize("how", CUTS)
+KILLED_UNDER = [
+    *("matrices beside fsdp2", "blocks beside ddp"),
+    pytest.param("blocks beside fsdp2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("how", KILLED_UNDER)
 def test_a_cut_run_killed_at_random_steps_ends_in_equal_bits_and_opens_anywhere(faulty, how):
     straight, run = (cut(faulty, how, name) for name in ("straight", "killed"))
     assert straight.launch() == [0] * straight.world_size

@@ -24,7 +24,7 @@ SMALLEST: dict[str, list[str]] = {
     "gpu": ["--only", "sync"],
     "head": [],
     "loop": ["--only", "steps"],
-    "parallel": ["--only", "bytes", "exchanges", "memory"],
+    "parallel": ["--only", "exchanges", "memory"],
     "plan": [],
     "report": [],
     "scaling": ["--only", "checkpoint", "seek"],
