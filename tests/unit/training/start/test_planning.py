@@ -284,27 +284,33 @@ def test_adapters_that_cannot_be_are_refused_before_a_weight_is_read(tmp_path):
     assert "a CUDA device" in found["qlora"].expected
 
 
-CANNOT_BE_CUT = {
-    "optimizer.name": "muon",
-    "training.compile": "blocks",
-    "training.loss_kernel": "torch",
-    "checkpoint.background": True,
-    "adapter.kind": "lora",
-}
+TENSOR, PIPELINE = ModelCut(tensor=2), ModelCut(pipeline=2)
+CANNOT_BE_CUT = [
+    (TENSOR, "optimizer.name", "muon"),
+    (TENSOR, "optimizer.name", "adamw_8bit"),
+    (TENSOR, "training.compile", "blocks"),
+    (TENSOR, "training.loss_kernel", "torch"),
+    (TENSOR, "checkpoint.background", True),
+    (TENSOR, "adapter.kind", "lora"),
+    (TENSOR, "adapter.kind", "qlora"),
+    (PIPELINE, "training.compile", "blocks"),
+    (PIPELINE, "adapter.kind", "qlora"),
+]
 
 
-@pytest.mark.parametrize(("key", "value"), CANNOT_BE_CUT.items())
-def test_what_does_not_work_on_parts_of_matrices_is_refused_by_its_key(tmp_path, key, value):
-    changes = {key.replace(".", "__"): value, "distributed__tensor_parallel": 2}
+@pytest.mark.parametrize(("cut", "key", "value"), CANNOT_BE_CUT)
+def test_what_does_not_work_on_parts_of_a_model_is_refused_by_its_key(tmp_path, cut, key, value):
+    kind = "tensor_parallel" if cut == TENSOR else "pipeline_parallel"
+    changes = {key.replace(".", "__"): value, f"distributed__{kind}": 2}
     if key == "adapter.kind":
         base = tmp_path / "base"
         LlamaConfig(vocab_size=8).save_pretrained(base)
         changes["model__from"], changes["model__config"] = str(base), {}
     made = config(tmp_path, **changes)
     described = LlamaConfig(num_attention_heads=4, hidden_size=64)
-    (found,) = planning.cut_problems(made, described, ModelCut(tensor=2))
+    (found,) = planning.cut_problems(made, described, cut)
     assert (found.key, found.value) == (key, value)
-    assert "distributed.tensor_parallel = 2" in found.expected
+    assert f"distributed.{kind} = 2" in found.expected
     assert [*planning.cut_problems(made, described, ModelCut())] == []
 
 
