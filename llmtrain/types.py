@@ -418,7 +418,7 @@ def rank_layout(rank: int, world_size: int, cut: ModelCut = WHOLE) -> RankLayout
         stage,
         last_stage,
         tensor_rank,
-        replicas=world_size // (cut.tensor * cut.pipeline),
+        replicas=world_size // cut.weights,
         leads=inside == 0,
         tells_loss=last_stage and tensor_rank == 0,
     )

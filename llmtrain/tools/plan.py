@@ -226,7 +226,7 @@ def plan(
         *split_problems(config.training, hardware.devices, cut),
     ]
     if asked == "hsdp":
-        mesh = (hardware.nodes, hardware.devices_per_node // (cut.tensor * cut.pipeline))
+        mesh = (hardware.nodes, hardware.devices_per_node // cut.weights)
         problems += one_sided("distributed.strategy", mesh)
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import uneven
 from helpers.updates import run_of, with_loss
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -97,15 +98,8 @@ def _updates(
 
 def _blocks(step: int, rank: int, size: int, hiding: bool) -> Batch:
     """A data rank's rows of a step; in every fifth step all but the first have no trained token."""
-    draw = np.random.default_rng(step)
-    ids = draw.integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1), dtype=np.int64).astype(np.int32)
-    labels = ids[:, 1:].astype(np.int64)
-    for row in range(ROWS):
-        trained = 1 + (row * 5 + step) % SEQ_LEN
-        if step % 5 == 2:
-            trained = 0 if row else SEQ_LEN
-        labels[row, trained:] = -100
-    ids, labels = ids[rank::size], labels[rank::size]
+    all_rows = uneven.blocks(step, ROWS, SEQ_LEN, VOCABULARY)
+    ids, labels = (part[rank::size] for part in all_rows)
     starts = [np.array([0, 3, 4, 9, 17][: 1 + row % 5], np.int32) for row in range(ROWS)]
     borders, tokens = (tuple(starts[rank::size]) if hiding else None), int((labels != -100).sum())
     return Batch(ids, labels, tokens, borders, {}, 0, 0, {"all": tokens}, {}, 0.0)

@@ -46,18 +46,20 @@ def model(kind: str = "llama") -> Any:
     return MixtralForCausalLM(MixtralConfig(**shape)).train()
 
 
-def blocks(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """ids (ROWS, S + 1) and labels (ROWS, S): each row has another number of trained tokens.
+def blocks(
+    step: int, rows: int = ROWS, seq_len: int = SEQ_LEN, vocabulary: int = VOCABULARY
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids (rows, S + 1) and labels (rows, S): each row has another number of trained tokens.
 
     In every fifth step the first row has all, and no other has any: most micro-batches have none.
     """
     draw = np.random.default_rng(step)
-    ids = draw.integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1), dtype=np.int64).astype(np.int32)
+    ids = draw.integers(0, vocabulary, (rows, seq_len + 1), dtype=np.int64).astype(np.int32)
     labels = ids[:, 1:].astype(np.int64)
-    for row in range(ROWS):
-        trained = 1 + (row * 5 + step) % SEQ_LEN
+    for row in range(rows):
+        trained = 1 + (row * 5 + step) % seq_len
         if step % 5 == 2:
-            trained = 0 if row else SEQ_LEN
+            trained = 0 if row else seq_len
         labels[row, trained:] = -100
     return ids, labels
 

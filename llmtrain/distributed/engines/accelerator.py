@@ -278,7 +278,7 @@ def _make_fsdp(
         if cpu:
             rehearse(timeout)
         # What this calls tensor parallelism is every cut of a model over neighbouring processes.
-        apart = cut.tensor * cut.pipeline
+        apart = cut.weights
         sides = {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": apart}
         axes = ParallelismConfig(**sides, cp_size=1, sp_size=1)
         accelerator = Accelerator(

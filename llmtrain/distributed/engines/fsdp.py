@@ -140,11 +140,11 @@ def mesh(
     nodes and of processes on a node. Raises UserError if HSDP has nothing to replicate or to shard.
     """
     if strategy != "hsdp":
-        return 1, world_size // (cut.tensor * cut.pipeline)
+        return 1, world_size // cut.weights
     sizes = hsdp_mesh(env, world_size, cut)
     key = "distributed.strategy"
     raise_any(one_sided(key, sizes))
-    if math.prod(sizes) * cut.tensor * cut.pipeline != world_size:
+    if math.prod(sizes) * cut.weights != world_size:
         expected = f"{world_size} processes: as many on every node"
         raise UserError(Problem(key, f"hsdp on {sizes[0]} × {sizes[1]} processes", expected))
     return sizes

@@ -39,7 +39,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]:
     """Yield why rows of this config cannot be shared by the processes of a launch."""
     size, described = cut.sequence, model.get_text_config()
-    if cut.tensor * cut.pipeline > 1:
+    if cut.weights > 1:
         others = f"{cut.tensor} × {cut.pipeline} (tensor × pipeline parallelism)"
         expected = f"1 beside {others}: they are not tried together"
         yield Problem(KEY, size, expected, f"{KEY}=1")

@@ -210,7 +210,7 @@ def hsdp_mesh(env: Mapping[str, str], processes: int, cut: ModelCut = WHOLE) -> 
     if (mesh := named_mesh(env)) is not None:
         return mesh[0], mesh[1] * cut.sequence
     on_a_node = number(env, "LOCAL_WORLD_SIZE") or processes
-    return processes // on_a_node, on_a_node // (cut.tensor * cut.pipeline)
+    return processes // on_a_node, on_a_node // cut.weights
 
 
 def unsupported_problems(

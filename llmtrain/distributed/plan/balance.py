@@ -113,7 +113,7 @@ def parts_of(shape: ModelShape, cut: ModelCut, seq_len: int) -> list[ModelShape]
     Of a matrix that tensor parallelism cuts it is the largest part. The first place has what comes
     before the blocks, the last one what comes behind them, and both have a matrix that is tied.
     """
-    if cut.tensor * cut.pipeline == 1:
+    if cut.weights == 1:
         return [shape]
     stages = stages_of(shape, cut, seq_len)
     return [

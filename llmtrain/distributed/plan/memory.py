@@ -207,7 +207,7 @@ def arithmetic_of(strategy: str, precision: str) -> Arithmetic:
 
 def shards(strategy: str, hardware: Hardware) -> int:
     """Return over how many devices a strategy shards a tensor; 1 if it does not."""
-    apart = hardware.cut.tensor * hardware.cut.pipeline
+    apart = hardware.cut.weights
     if strategy == "hsdp":
         return hardware.devices_per_node // apart
     return hardware.devices // apart if strategy in (*FSDP, *ZERO) else 1

@@ -269,11 +269,11 @@ def _links(
     """
     across, cut = shards(layout.strategy, hardware), hardware.cut
     gather = machine.gather or _width(work)
-    replicas = hardware.devices // (cut.tensor * cut.pipeline)
+    replicas = hardware.devices // cut.weights
     if replicas < hardware.devices:
         shape = max(parts_of(shape, cut, work.seq_len), key=lambda one: one.count)
     if hardware.nodes > 1:
-        rings = min(cut.tensor * cut.pipeline, hardware.devices_per_node)
+        rings = min(cut.weights, hardware.devices_per_node)
         machine = replace(machine, across=machine.across / rings)
     if layout.strategy in FSDP:
         times = 1 if layout.fsdp_sync == "last" else layout.accumulation

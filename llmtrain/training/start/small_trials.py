@@ -50,7 +50,7 @@ _SPREAD = 3.0  # larger weights than a fresh model's, which let little through f
 _WIDTH = re.compile(r"(_size|dim|_rank|d_model|d_head|d_ssm|d_state|n_embd|n_inner)$")
 _NO_WIDTH = re.compile(r"vocab|chunk|block|window|kernel|conv|num_")
 _known: dict[str, str] = {}  # what `why_apart` has found, by all that it depends on
-_anatomies: dict[str, Anatomy | CannotCutError] = {}  # what `anatomy` has found, by config
+_anatomies: dict[str, Anatomy | str] = {}  # by config; a reason where there is none
 
 
 def why_apart(config: PreTrainedConfig, seq_len: int) -> str:
@@ -98,9 +98,7 @@ def _tried(config: PreTrainedConfig, seq_len: int) -> PreTrainedModel | None:
 
     None as `small_model`.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = small_model(config)
+    model = small_model(config)
     if model is not None:
         attention.install(model, seq_len, tell=False)
         with torch.no_grad():
@@ -116,10 +114,7 @@ def check_cut(config: PreTrainedConfig, launched: Launched) -> None:
     The plan of a model says which matrices are cut, but not that its code works with a part of the
     heads. config: of transformers. Collective.
     """
-    group = launched.groups.tensor
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        whole = small_model(config)
+    group, whole = launched.groups.tensor, small_model(config)
     if group is None or whole is None:
         return
     whole.to(launched.device).train()
@@ -167,18 +162,16 @@ def anatomy(config: PreTrainedConfig) -> Anatomy:
     """
     key = config.to_json_string()
     if key not in _anatomies:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            small = small_model(config)
+        small = small_model(config)
         try:
             if small is None:
                 raise CannotCutError("no small model of its config can be built, to try it")
             _anatomies[key] = examine(small)
-        except CannotCutError as error:
-            _anatomies[key] = error
+        except CannotCutError as error:  # its text alone: the error would keep the model alive
+            _anatomies[key] = str(error)
     found = _anatomies[key]
-    if isinstance(found, CannotCutError):
-        raise found
+    if isinstance(found, str):
+        raise CannotCutError(found)
     return found
 
 
@@ -191,11 +184,15 @@ def stage_problems(config: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]
         yield Problem(pipeline.KEY, cut.pipeline, expected, f"{pipeline.KEY}=1")
 
 
+@torch.random.fork_rng(devices=[])
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
     """Return a small random model with each kind of block of a config; None if none can be built.
 
     config: of transformers; it is not changed
+
+    Its weights are the same each time, and nothing else that draws is changed.
     """
+    torch.manual_seed(0)
     width = getattr(config.get_text_config(), "hidden_size", _NARROWEST)
     for factor in _FACTORS:
         if factor > 1 and width < _NARROWEST * factor:
