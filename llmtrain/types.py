@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict
@@ -51,6 +51,7 @@ class Batch:
     counts: label → kind of event → how often
     ended: whether all lanes of this rank have ended
     real_tokens: positions that are not padding
+    pairs: the pairs of answers in these blocks; None = the run has no preference data
     """
 
     ids: np.ndarray
@@ -65,6 +66,49 @@ class Batch:
     wait_seconds: float
     ended: bool = False
     real_tokens: int = 0
+    pairs: Pairs | None = None
+
+    @property
+    def counted(self) -> int:
+        """What divides this rank's part of the loss: the number of pairs, else trained tokens."""
+        return self.trained_tokens if self.pairs is None else len(self.pairs.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of sequences in a batch, in order. Both sequences of a pair begin with its prompt.
+
+    Of preference data these are the chosen answer and the rejected one. Of feedback they are the
+    answer that was judged, and the answer of another row.
+
+    rows: (N,) int64, the block that a pair is in
+    borders: (N, 3) int64, where its first and its second sequence begin in the block, and its end
+    keys: (N, 2) uint64, digest of a pair's ids and of what is trained of them
+    desirable: (N,) bool, whether the judged answer is a good one; all true of preference data
+    """
+
+    rows: np.ndarray
+    borders: np.ndarray
+    keys: np.ndarray
+    desirable: np.ndarray
+
+
+class PairTensors(TypedDict, total=False):
+    """What the loss of the pairs in some rows is computed from, on the device.
+
+    lengths: (2N,) int64, how many trained positions of these rows each sequence has, in order; they
+        are all trained positions of the rows
+    sizes: (N, 2) fp64, trained tokens of both sequences, also where a process has a part of a row
+    reference: (N, 2) fp64, their log-probabilities by the reference; zeros without one
+    desirable: (N,) bool, only of feedback: whether the judged answer is a good one
+    divergence: () fp64, only of feedback: how far the model is from its reference, in nats
+    """
+
+    lengths: torch.Tensor
+    sizes: torch.Tensor
+    reference: torch.Tensor
+    desirable: torch.Tensor
+    divergence: torch.Tensor
 
 
 class MicroBatch(TypedDict, total=False):
@@ -80,6 +124,7 @@ class MicroBatch(TypedDict, total=False):
     seq_idx: torch.Tensor
     real: torch.Tensor
     in_parts: bool
+    pairs: PairTensors
 
 
 # Dtypes that a tensor file may have: safetensors' name → bytes of an element, torch's name.
@@ -444,8 +489,17 @@ STOPS = ("launcher_lost", "signal", "stop_file", "stop_after")
 
 FLAGS = Flags._fields
 
+# What a run on pairs of answers sums over the pairs of a step: their number; how many answers are
+# chosen and rejected (of feedback: desirable or not); how many pairs the model has right, a tie
+# being half of one; rewards and log-probabilities of chosen and of rejected answers; trained tokens
+# of the chosen ones; and the divergence of the step times its pairs.
+PAIR_SLOTS = (
+    *("pairs", "chosen", "rejected", "correct", "chosen_reward", "rejected_reward"),
+    *("chosen_logp", "rejected_logp", "chosen_tokens", "divergence"),
+)
+
 # The slots of the vector that all ranks reduce once in a step, in order. One slot for each source
-# follows, with its trained tokens, and then those that only some models have. The sum of a 0/1 slot
+# follows, with its trained tokens, and then those that only some runs have. The sum of a 0/1 slot
 # is the number of ranks that set it.
 SLOTS = (
     "loss_sum",
@@ -466,7 +520,8 @@ class StepVector:
     """One rank's numbers of a step, or their sum over all ranks.
 
     data: fp64 (len(SLOTS) + sources + others,) on the device
-    others: number of slots after those of the sources: 1 with a router loss (its sum), else 0
+    others: number of slots after those of the sources: those of `PAIR_SLOTS` in a run on pairs,
+        then 1 with a router loss (its sum)
 
     Some of the slots:
     squares: Σ g² of the gradient elements that this rank counts
@@ -508,16 +563,18 @@ class Evaluation:
         whose bytes include those of a template
     seconds: how long it took; 0 in a result of `sources`, as all are scored together
     sources: label → the result on its documents, if there are several sources
+    pairs: what `pair_figures` returns, in a run on pairs; then `loss` is that of a pair, in nats
     """
 
     loss: float
-    perplexity: float
+    perplexity: float | None
     bits_per_byte: float | None
     tokens: int
     bytes: int
     documents: int
     seconds: float
     sources: Mapping[str, Evaluation] = field(default_factory=dict)
+    pairs: Mapping[str, float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,6 +599,7 @@ class Numbers:
     stops: names of the reasons to stop the run, as in `STOPS`
     save: whether a checkpoint was asked for, or is due after some minutes
     written: whether every rank has finished its part of a checkpoint in the background, or failed
+    pairs: what `pair_figures` returns, in a run on pairs; then `loss` is that of a pair
     """
 
     step: int
@@ -563,8 +621,42 @@ class Numbers:
     written: bool = False
     router_loss: float | None = None
     real_tokens: int = 0
+    pairs: Mapping[str, float | None] | None = None
 
     @property
     def tokens_per_second(self) -> float:
         """Trained tokens a second of this step, over all ranks."""
         return self.step_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def pair_figures(sums: Sequence[float]) -> dict[str, float | None]:
+    """Return the figures of some pairs; None where there was nothing to take the mean of.
+
+    sums: as in `PAIR_SLOTS`
+
+    pairs: their number
+    accuracy: the share that the model has right
+    margin: mean reward of chosen answers less that of rejected ones
+    chosen_reward, rejected_reward, chosen_logp, rejected_logp: means over the answers
+    chosen_loss: −log p of chosen answers in nats per token
+    divergence: only of feedback, in nats
+    """
+    of = dict(zip(PAIR_SLOTS, sums, strict=True))
+
+    def mean(name: str, over: str) -> float | None:
+        return of[name] / of[over] if of[over] else None
+
+    chosen, rejected = mean("chosen_reward", "chosen"), mean("rejected_reward", "rejected")
+    lost = mean("chosen_logp", "chosen_tokens")
+    of_feedback = of["chosen"] + of["rejected"] == of["pairs"]  # else both are the number of pairs
+    return {
+        "pairs": round(of["pairs"]),
+        "accuracy": mean("correct", "pairs"),
+        "margin": None if chosen is None or rejected is None else chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "chosen_logp": mean("chosen_logp", "chosen"),
+        "rejected_logp": mean("rejected_logp", "rejected"),
+        "chosen_loss": None if lost is None else -lost,
+        **({"divergence": mean("divergence", "pairs")} if of_feedback else {}),
+    }

@@ -20,7 +20,7 @@ from llmtrain.errors import Problem
 
 # Keys, or beginnings of keys, that decide the result of a step.
 _BINDING = (
-    *("model.", "data.", "run.seed", "optimizer.", "adapter.", "chat."),
+    *("model.", "data.", "run.seed", "optimizer.", "adapter.", "chat.", "preference."),
     *("training.global_batch_size", "training.precision", "training.loss_kernel"),
     *("training.compile", "training.deterministic", "training.max_grad_norm", "training.z_loss"),
     *("evaluation.max_documents", "evaluation.sources"),
@@ -50,6 +50,7 @@ _NEWER: Mapping[str, object] = {
 _NEWER_SECTIONS: Mapping[str, type[schema.Section]] = {
     "chat": schema.ChatConfig,
     "adapter": schema.AdapterConfig,
+    "preference": schema.PreferenceConfig,
 }
 _NO_DEFAULT = object()
 
@@ -79,7 +80,9 @@ class Bound:
 def bind(config: schema.Config) -> Bound:
     """Compute the values of a config."""
     values = dict(_flat("", config.model_dump(mode="json", by_alias=True)))
-    unset, idle = _unset(), ("adapter.",) if config.adapter.kind == "none" else ()
+    unset = _unset()
+    unused = {"adapter.": config.adapter.kind, "preference.": config.preference.loss}
+    idle = tuple(section for section, kind in unused.items() if kind == "none")
     # The weights of sources may change, and also their paths, as the manifest shows whether the
     # data is still the same.
     binding = {

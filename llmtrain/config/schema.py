@@ -167,9 +167,9 @@ class ChatConfig(Section):
     """Further variables of the template, such as enable_thinking: false."""
     train_turns: Literal["all", "last"] = "all"
     """Which turns of the assistant are trained on."""
-    too_long: Literal["error", "truncate", "split"] = "error"
-    """What to do with a conversation of more than `data.seq_len` tokens: keep its beginning, or
-    split it before messages of the user.
+    too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    """What to do with a conversation, or a pair of answers, of more than `data.seq_len` tokens:
+    leave it out, keep its beginning, or split it before messages of the user (not a pair).
     """
     bad_rows: Literal["error", "skip"] = "error"
     """What to do with a row that is no conversation; skipped ones are counted."""
@@ -282,6 +282,49 @@ class AdapterConfig(Section):
     """
     train_tokens: Annotated[Auto | Texts, EXPERT] = "auto"
     """Entries of the tokenizer whose embeddings are trained too; auto = those that the run added.
+    """
+
+
+PreferenceLoss = Literal[
+    "none",
+    "dpo",
+    "dpo_norm",
+    "robust",
+    "ipo",
+    "hinge",
+    "apo_zero",
+    "orpo",
+    "simpo",
+    "cpo",
+    "kto",
+    "reward",
+]
+
+
+class PreferenceConfig(Section):
+    """Training on pairs of answers, of which one is preferred, or on answers that were judged."""
+
+    loss: PreferenceLoss = "none"
+    """The loss of a pair; none = the run trains on texts and conversations. kto takes answers with
+    a label, reward trains a model that scores answers.
+    """
+    beta: PositiveFactor = 0.1
+    """How strongly the model is held to its reference; the smaller, the further it may go."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be the wrong way round (dpo, dpo_norm, robust, simpo,
+    cpo).
+    """
+    gamma: Factor = 0.0
+    """The margin that the chosen answer is to have (simpo)."""
+    sft_weight: Factor = 0.0
+    """Weight of the chosen answer's own loss, in nats per token (all but kto and reward)."""
+    desirable_weight: Factor = 1.0
+    """Weight of good answers (kto)."""
+    undesirable_weight: Factor = 1.0
+    """Weight of bad answers (kto)."""
+    reference: Text = "start"
+    """start = the log-probabilities of the answers by the weights that the run begins with,
+    computed once; or a run that has the same ones.
     """
 
 
@@ -405,6 +448,7 @@ class Config(Section):
     training: TrainingConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
