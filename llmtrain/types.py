@@ -93,8 +93,11 @@ class Pairs:
     desirable: np.ndarray
 
 
-class PairTensors(TypedDict, total=False):
+@dataclass(frozen=True, slots=True)
+class PairTensors:
     """What the loss of the pairs in some rows is computed from, on the device.
+
+    It is no mapping, since FSDP2 would round the numbers in one to the dtype of the forward.
 
     lengths: (2N,) int64, how many trained positions of these rows each sequence has, in order; they
         are all trained positions of the rows
@@ -102,13 +105,16 @@ class PairTensors(TypedDict, total=False):
     reference: (N, 2) fp64, their log-probabilities by the reference; zeros without one
     desirable: (N,) bool, only of feedback: whether the judged answer is a good one
     divergence: () fp64, only of feedback: how far the model is from its reference, in nats
+    last: (2N,) int64, only for a model that scores: the position of each sequence's last token in
+        the flat rows
     """
 
     lengths: torch.Tensor
     sizes: torch.Tensor
     reference: torch.Tensor
-    desirable: torch.Tensor
-    divergence: torch.Tensor
+    desirable: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
 
 class MicroBatch(TypedDict, total=False):

@@ -327,6 +327,18 @@ class PreferenceConfig(Section):
     computed once; or a run that has the same ones.
     """
 
+    @property
+    def answers(self) -> Literal["pairs", "feedback"] | None:
+        """What the sources have: pairs of answers, or answers that were judged; None = neither."""
+        if self.loss == "none":
+            return None
+        return "feedback" if self.loss == "kto" else "pairs"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the log-probabilities of a reference."""
+        return self.loss not in ("none", "orpo", "simpo", "cpo", "reward")
+
 
 class DdpConfig(Section):
     """Settings of DDP."""
