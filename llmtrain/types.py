@@ -643,7 +643,8 @@ def pair_figures(sums: Sequence[float]) -> dict[str, float | None]:
     pairs: their number
     accuracy: the share that the model has right
     margin: mean reward of chosen answers less that of rejected ones
-    chosen_reward, rejected_reward, chosen_logp, rejected_logp: means over the answers
+    chosen_reward, rejected_reward: means over the answers
+    chosen_logp, rejected_logp: the same; None of a model that scores, whose sums are 0
     chosen_loss: −log p of chosen answers in nats per token
     divergence: only of feedback, in nats
     """
@@ -661,8 +662,8 @@ def pair_figures(sums: Sequence[float]) -> dict[str, float | None]:
         "margin": None if chosen is None or rejected is None else chosen - rejected,
         "chosen_reward": chosen,
         "rejected_reward": rejected,
-        "chosen_logp": mean("chosen_logp", "chosen"),
-        "rejected_logp": mean("rejected_logp", "rejected"),
+        "chosen_logp": mean("chosen_logp", "chosen") or None,
+        "rejected_logp": mean("rejected_logp", "rejected") or None,
         "chosen_loss": None if lost is None else -lost,
         **({"divergence": mean("divergence", "pairs")} if of_feedback else {}),
     }

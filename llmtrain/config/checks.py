@@ -216,6 +216,52 @@ def whole_with_documents() -> Problem:
     return Problem("training.compile", "model", expected, "training.compile=blocks")
 
 
+# Losses of `preference` that compare with a reference, and those of pairs alone.
+_REFERRING = ("dpo", "dpo_norm", "robust", "ipo", "hinge", "apo_zero")
+_ALONE = ("orpo", "simpo", "cpo")
+# Key of `preference` → the losses that use it.
+_USERS: Mapping[str, tuple[str, ...]] = {
+    "beta": (*_REFERRING, *_ALONE, "kto"),
+    "label_smoothing": ("dpo", "dpo_norm", "robust", "simpo", "cpo"),
+    "gamma": ("simpo",),
+    "sft_weight": (*_REFERRING, *_ALONE),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "reference": (*_REFERRING, "kto"),
+}
+
+
+def check_preference(preference: schema.PreferenceConfig) -> Iterator[Problem]:
+    """Check that no key has been changed that the loss does not use."""
+    loss, fields = preference.loss, schema.PreferenceConfig.model_fields
+    for name, users in _USERS.items():
+        value, default = getattr(preference, name), fields[name].default
+        if loss not in users and value != default:
+            expected = f"{default} with preference.loss {loss}, which does not use it"
+            remedy = f"leave it out, or preference.loss={' or '.join(users)}"
+            yield Problem(f"preference.{name}", value, expected, remedy)
+
+
+def check_pair_loss(
+    preference: schema.PreferenceConfig,
+    training: schema.TrainingConfig,
+    evaluation: schema.EvaluationConfig,
+) -> Iterator[Problem]:
+    """Check that the run asks for nothing that a loss of pairs does not have."""
+    loss = preference.loss
+    if loss == "none":
+        return
+    if training.z_loss:
+        expected = f"0.0 with preference.loss {loss}, which is a loss of answers, not of tokens"
+        yield Problem("training.z_loss", training.z_loss, expected, "leave it out")
+    if training.loss_kernel == "torch":
+        expected = f"auto or chunked with preference.loss {loss}: torch has no such loss"
+        yield Problem("training.loss_kernel", "torch", expected, "training.loss_kernel=auto")
+    if loss == "reward" and evaluation.prompts:
+        expected = "[] with preference.loss reward: a model that scores answers writes none"
+        yield Problem("evaluation.prompts", list(evaluation.prompts), expected, "leave it out")
+
+
 def check_pipeline(distributed: schema.DistributedConfig) -> Iterator[Problem]:
     """Check that several stages a rank are interleaved, and that there is a pipeline for them."""
     schedule, each = distributed.pipeline_schedule, distributed.pipeline_stages_per_rank
@@ -355,6 +401,8 @@ RULES: tuple[Rule, ...] = (
     check_duration,
     check_micro_batch,
     check_compile,
+    check_preference,
+    check_pair_loss,
     check_pipeline,
     check_warmup,
     check_retention,

@@ -15,7 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmtrain.types import SLOTS, STOPS, Numbers, RankLayout, StepVector
+from llmtrain.types import (
+    PAIR_SLOTS,
+    SLOTS,
+    STOPS,
+    Numbers,
+    RankLayout,
+    StepVector,
+    pair_figures,
+)
 
 _LIMBS = SLOTS.index("digest_0")  # the first of four
 
@@ -38,7 +46,10 @@ class _Sent:
 
 
 class Meter:
-    """Counts tokens and time over a run; `tokens` and `sources` leave out skipped steps."""
+    """Counts tokens and time over a run; `tokens` and `sources` leave out skipped steps.
+
+    pairs: whether the run trains on pairs, so that the vectors have `PAIR_SLOTS`
+    """
 
     def __init__(
         self,
@@ -50,11 +61,13 @@ class Meter:
         layout: RankLayout,
         sources: Mapping[str, int],
         stream_digest: int,
+        pairs: bool = False,
     ) -> None:
         self._cuda = device.type == "cuda"
         self._labels = tuple(labels)
         self._learning_rate = learning_rate
         self._layout = layout
+        self._pairs = pairs
         self._roll = roll  # (digest of all steps before, batch digest) → digest of all steps
         # Sources of an earlier start stay counted, even if the config no longer has them.
         self.sources = {**sources, **{label: sources.get(label, 0) for label in self._labels}}
@@ -115,8 +128,11 @@ class Meter:
         after = len(SLOTS) + len(self._labels)
         tokens = [round(value) for value in values[len(SLOTS) : after]]
         step_tokens, norm, others = sum(tokens), values[-1], values[after:-1]
+        added = len(PAIR_SLOTS) if self._pairs else 0
+        figures = pair_figures(others[:added]) if self._pairs else None
+        counted = step_tokens if figures is None else figures["pairs"]  # divides the loss
         failed = slots["data_failed"] > 0
-        skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not step_tokens
+        skipped = failed or slots["not_finite"] > 0 or not math.isfinite(norm) or not counted
         limbs = values[_LIMBS : _LIMBS + 4]
         digest = sum([round(limb) << (16 * k) for k, limb in enumerate(limbs)]) % 2**64
         if not failed:
@@ -124,9 +140,8 @@ class Meter:
         if not skipped:
             for label, count in zip(self._labels, tokens, strict=True):
                 self.sources[label] += count
-        loss, *router = (
-            one / step_tokens if step_tokens else math.nan for one in (slots["loss_sum"], *others)
-        )
+        losses = (slots["loss_sum"], *others[added:])
+        loss, *router = (one / counted if counted else math.nan for one in losses)
         return Numbers(
             step=sent.step,
             loss=loss,
@@ -147,6 +162,7 @@ class Meter:
             written=slots["writer_ready"] + slots["writer_failed"] == self._layout.world_size,
             router_loss=router[0] if router else None,
             real_tokens=round(slots["real_tokens"]),
+            pairs=figures,
         )
 
     def _mark(self) -> torch.cuda.Event:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmtrain import system
 from llmtrain.config import secrets
-from llmtrain.text import duration, fit, short
+from llmtrain.text import duration, fit, percent, short
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_DRAWS = 0.25
 _BAR = (5, 30)  # columns
 _LINES = 6  # of a note, such as the first conversation of a run
+_OF_PAIRS = ("pairs", "accuracy", "margin")
 _WAITS = 0.05  # the share from which waiting for data is shown
 # All control characters except the newline, and those that change the direction of writing: a
 # sample or a path must not move the cursor of a terminal.
@@ -107,13 +108,16 @@ class Progress:
     def evaluation(self, fields: Mapping[str, object]) -> None:
         """Show an `eval` line: on a terminal only that of all held-out documents."""
         if not self._moves:
-            shown = ("step", "split", "loss", "perplexity", "bits_per_byte", "documents")
+            measures = ("loss", "perplexity", "bits_per_byte", *_OF_PAIRS)
+            shown = ("step", "split", *measures, "documents")
             self._print(plain_line("eval", {key: fields[key] for key in shown if key in fields}))
             return
         loss, split, step = fields.get("loss"), fields.get("split", "heldout"), fields.get("step")
         if split == "heldout" and isinstance(loss, float) and isinstance(step, int):
             self._flush()
-            self._held, self._held_step = [self._evaluated(step, loss)], step
+            right = fields.get("accuracy")
+            said = f"   accuracy {percent(right)}" if isinstance(right, float) else ""
+            self._held, self._held_step = [self._evaluated(step, loss) + said], step
 
     def _evaluated(self, step: int, loss: float) -> str:
         """Describe an evaluation, compared with the one before and with the best one."""
@@ -190,6 +194,7 @@ class Progress:
             "step": f"{numbers.step}/{self.steps}",
             "loss": numbers.loss,
             "router_loss": numbers.router_loss,
+            **{key: value for key, value in (numbers.pairs or {}).items() if key in _OF_PAIRS},
             "learning_rate": numbers.learning_rate,
             "grad_norm": numbers.grad_norm,
             "tokens": numbers.tokens,
@@ -208,7 +213,7 @@ class Progress:
         parts = self._rest(numbers, now)
         fixed = len(count) + len(percent) + len(loss)
         # On a narrow terminal memory, speed and the rest are left out, in this order.
-        for name in ("memory", "speed", "wait", "heldout"):
+        for name in ("memory", "speed", "wait", "heldout", "accuracy"):
             rest = sum(2 + len(part) for part in parts.values())
             if fixed + rest + _BAR[0] > width:
                 parts.pop(name, None)
@@ -222,7 +227,11 @@ class Progress:
         return line.append("".join(f"  {part}" for part in parts.values()))
 
     def _rest(self, numbers: Numbers, now: float) -> dict[str, str]:
-        parts = {} if self._heldout is None else {"heldout": f"held-out {self._heldout:.3f}"}
+        parts = {}
+        if numbers.pairs and (right := numbers.pairs["accuracy"]) is not None:
+            parts["accuracy"] = f"accuracy {percent(right)}"
+        if self._heldout is not None:
+            parts["heldout"] = f"held-out {self._heldout:.3f}"
         parts["speed"] = f"{short(numbers.tokens_per_second)} tok/s"
         if _wait_share(numbers) > _WAITS:
             parts["wait"] = f"wait {_wait_share(numbers):.0%}".replace("%", " %")

@@ -420,6 +420,21 @@ KINDS = {
     "end": "once, when a start ends; a killed start does not write it",
 }
 
+# What lines of a run on pairs have beside the others, as `pair_figures` computes it.
+OF_PAIRS = {
+    "pairs": "number of pairs, or of judged answers; it and the fields down to `divergence` only "
+    "with `preference.loss`",
+    "accuracy": "share of the pairs whose chosen answer has the higher reward; a tie counts half",
+    "margin": "mean reward of chosen answers less that of rejected ones",
+    "chosen_reward": "mean: `preference.beta` times what log p has gained on the reference (of "
+    "`reward`: the score)",
+    "rejected_reward": "the same of rejected answers; of `kto` both are of good and bad ones",
+    "chosen_logp": "mean log-probability of a chosen answer, in nats; null with `reward`",
+    "rejected_logp": "the same of rejected answers",
+    "chosen_loss": "−log p of chosen answers, in nats per token; null with `reward`",
+    "divergence": "only of `kto`: how far the model is from its reference, in nats",
+}
+
 # Kind of a line → field → what it holds.
 FIELDS = {
     "start": {
@@ -446,12 +461,15 @@ FIELDS = {
         "born": "when rank 0's process began, in Unix seconds",
         "vocabulary": "number of tokens that the tokenizer knows",
         "set": "key → `file` or `command line`, for each key that somebody set",
+        "reference": "the `digest` of the reference column, the number of its `pairs`, and the "
+        "`seconds` that this start spent on it; only of a run on pairs that has one",
     },
     "train": {
-        "loss": "nats per trained token, the mean over all trained tokens of the step; without the "
-        "loss of a router",
-        "router_loss": "what a mixture's router adds to it in training, per trained token: its "
-        "loss times its coefficient; only of models that train one",
+        "loss": "nats per trained token, the mean over all trained tokens of the step, or the mean "
+        "over its pairs; without the loss of a router",
+        "router_loss": "what a mixture's router adds to it in training, per trained token or pair: "
+        "its loss times its coefficient; only of models that train one",
+        **OF_PAIRS,
         "learning_rate": "of this step",
         "grad_norm": "before clipping",
         "tokens": "trained so far, without skipped steps",
@@ -469,9 +487,10 @@ FIELDS = {
     },
     "eval": {
         "split": "`heldout`, or `heldout/LABEL` for one source",
-        "loss": "nats per token, the mean over all scored tokens",
-        "perplexity": "e to the power of the loss",
-        "bits_per_byte": "comparable between tokenizers; null for conversations",
+        "loss": "nats per token, the mean over all scored tokens, or the mean over pairs",
+        "perplexity": "e to the power of the loss; null in a run on pairs",
+        "bits_per_byte": "comparable between tokenizers; null for conversations and pairs",
+        **OF_PAIRS,
         "tokens": "that were scored",
         "bytes": "of the documents",
         "documents": "that were scored",

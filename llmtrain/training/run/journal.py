@@ -329,6 +329,7 @@ class RunLog:
         for split, one in {"heldout": found, **each}.items():
             fields = {"split": split, **asdict(one)}
             del fields["sources"]  # they have lines of their own
+            fields |= fields.pop("pairs") or {}
             self.journal.write("eval", step, **fields)
             self.journal.progress.evaluation({"step": step, **fields})
 
@@ -344,6 +345,7 @@ class RunLog:
         return {
             "loss": numbers.loss,
             **router,
+            **(numbers.pairs or {}),
             "learning_rate": numbers.learning_rate,
             "grad_norm": numbers.grad_norm,
             "tokens": numbers.tokens,

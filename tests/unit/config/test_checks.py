@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 from helpers.config import loaded, problems
 
 from llmtrain.config.binding import dump
 from llmtrain.config.checks import check, check_batch
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, PreferenceConfig
 
 
 @pytest.mark.parametrize(
@@ -306,3 +308,59 @@ def test_bad_input_a_whole_model_is_not_compiled_with_a_document_mask(tmp_path, 
 def test_steps_to_profile_are_a_range_within_the_run(tmp_path, given):
     assert "logging.profile_steps" in problems(tmp_path, f"logging.profile_steps={given}")
     assert loaded(tmp_path, "logging.profile_steps=[3, 5]").logging.profile_steps == (3, 5)
+
+
+# Key of `preference`, another value than its default, and the losses that use it.
+USERS = {
+    "beta": ("0.2", "dpo dpo_norm robust ipo hinge apo_zero orpo simpo cpo kto"),
+    "label_smoothing": ("0.1", "dpo dpo_norm robust simpo cpo"),
+    "gamma": ("0.5", "simpo"),
+    "sft_weight": ("0.5", "dpo dpo_norm robust ipo hinge apo_zero orpo simpo cpo"),
+    "desirable_weight": ("2.0", "kto"),
+    "undesirable_weight": ("2.0", "kto"),
+    "reference": ("runs/other", "dpo dpo_norm robust ipo hinge apo_zero kto"),
+}
+LOSSES = get_args(PreferenceConfig.model_fields["loss"].annotation)
+
+
+@pytest.mark.parametrize("key", USERS)
+def test_a_key_that_the_loss_of_pairs_does_not_use_is_refused(tmp_path, key):
+    value, users = USERS[key]
+    for loss in LOSSES:
+        found = problems(tmp_path, f"preference.loss={loss}", f"preference.{key}={value}")
+        if loss in users.split():
+            assert found == {}, loss
+        else:
+            assert set(found) == {f"preference.{key}"}, loss
+            assert f"with preference.loss {loss}, which does not use it" in found.popitem()[1]
+
+
+def test_keys_of_preference_with_their_defaults_are_in_the_config_of_every_run(tmp_path):
+    config = loaded(tmp_path, "preference.loss=reward")
+    again = loaded(tmp_path, text=dump(config))
+    assert again == config
+
+
+@pytest.mark.parametrize("value", ["0", "-0.1", ".nan"])
+def test_beta_is_above_zero(tmp_path, value):
+    found = problems(tmp_path, "preference.loss=dpo", f"preference.beta={value}")
+    assert "expected: a number > 0" in found["preference.beta"]
+
+
+@pytest.mark.parametrize(
+    ("override", "loss", "reason"),
+    [
+        ("training.z_loss=0.0001", "dpo", "a loss of answers, not of tokens"),
+        ("training.loss_kernel=torch", "kto", "auto or chunked with preference.loss kto"),
+        ("evaluation.prompts=[a]", "reward", "a model that scores answers writes none"),
+    ],
+)
+def test_what_a_loss_of_pairs_does_not_have_is_refused(tmp_path, override, loss, reason):
+    assert problems(tmp_path, override) == {}
+    found = problems(tmp_path, override, f"preference.loss={loss}")
+    assert set(found) == {override.partition("=")[0]}
+    assert reason in found.popitem()[1]
+
+
+def test_prompts_are_continued_in_a_run_on_pairs(tmp_path):
+    assert problems(tmp_path, "evaluation.prompts=[a]", "preference.loss=dpo") == {}

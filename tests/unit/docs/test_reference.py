@@ -14,7 +14,7 @@ from llmtrain.rundir import contents, record
 from llmtrain.rundir.record import WORDS
 from llmtrain.rundir.status import _EMPTY
 from llmtrain.tools.doctor.doctor import NAMES
-from llmtrain.types import Evaluation, Sample
+from llmtrain.types import PAIR_SLOTS, Evaluation, Sample, pair_figures
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
 
@@ -59,7 +59,8 @@ def test_the_fields_of_status_and_of_what_is_recorded_whole_have_words():
     assert record.STATUS.keys() == _EMPTY.keys()
     assert record.FIELDS.keys() == record.KINDS.keys()
     scored = set(Evaluation.__dataclass_fields__) - {"sources"} | {"split"}
-    assert record.FIELDS["eval"].keys() == scored
+    assert record.FIELDS["eval"].keys() == scored | record.OF_PAIRS.keys()
+    assert record.OF_PAIRS.keys() == pair_figures([1.0] * len(PAIR_SLOTS)).keys() | {"divergence"}
     assert record.FIELDS["sample"].keys() == set(Sample.__dataclass_fields__)
 
 

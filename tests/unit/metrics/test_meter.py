@@ -5,14 +5,14 @@ import torch
 
 from llmtrain.data.state import roll
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.types import SLOTS, StepVector, rank_layout
+from llmtrain.types import PAIR_SLOTS, SLOTS, StepVector, rank_layout
 
 
 def due_at(*steps):
     return steps.__contains__
 
 
-def meter(**sources):
+def meter(*, pairs=False, **sources):
     return Meter(
         torch.device("cpu"),
         ("en", "vi"),
@@ -21,6 +21,7 @@ def meter(**sources):
         layout=rank_layout(0, 2),
         sources=sources,
         stream_digest=0,
+        pairs=pairs,
     )
 
 
@@ -57,6 +58,80 @@ def test_the_sum_of_a_router_is_behind_the_tokens_and_is_none_of_them():
     assert found[2].router_loss is not None
     assert math.isnan(found[2].router_loss)
     assert found[2].skipped
+
+
+# Of four pairs the model has three right, and one is a tie.
+SUMS = {
+    "pairs": 4,
+    "chosen": 4,
+    "rejected": 4,
+    "correct": 3.5,
+    "chosen_reward": 2.0,
+    "rejected_reward": -1.0,
+    "chosen_logp": -80.0,
+    "rejected_logp": -100.0,
+    "chosen_tokens": 40,
+    "divergence": 0.0,
+}
+
+
+def of_pairs(one, step, *, en=60, router=(), loss_sum=2.0, **sums):
+    one.begin(step)
+    values = [loss_sum if slot == "loss_sum" else 0.0 for slot in SLOTS] + [float(en), 0.0]
+    values += [float((SUMS | sums)[slot]) for slot in PAIR_SLOTS] + list(router)
+    others = len(PAIR_SLOTS) + len(router)
+    vector = StepVector(torch.tensor(values, dtype=torch.float64), others)
+    one.send(vector, torch.tensor(1.5))
+    return vector
+
+
+@pytest.mark.parametrize("router", [(), (6.0,)])
+def test_the_sums_of_pairs_are_behind_the_tokens_and_divide_the_loss(router):
+    one, due = meter(pairs=True), due_at(1)
+    vector = of_pairs(one, 1, router=router)
+    assert (vector.tokens, vector.has_tokens) == (60, True)
+    (numbers,) = one.receive(1, due)
+    assert (numbers.loss, numbers.step_tokens, numbers.skipped) == (0.5, 60, False)
+    assert numbers.router_loss == (1.5 if router else None)
+    assert numbers.pairs == {
+        "pairs": 4,
+        "accuracy": 0.875,
+        "margin": 0.75,
+        "chosen_reward": 0.5,
+        "rejected_reward": -0.25,
+        "chosen_logp": -20.0,
+        "rejected_logp": -25.0,
+        "chosen_loss": 2.0,
+    }
+
+
+def test_of_feedback_each_mean_is_over_the_answers_with_that_label():
+    one, due = meter(pairs=True), due_at(1)
+    of_pairs(one, 1, chosen=3, rejected=1, chosen_reward=1.5, rejected_reward=-1, divergence=8)
+    (numbers,) = one.receive(1, due)
+    found = {key: numbers.pairs[key] for key in ("chosen_reward", "rejected_reward", "divergence")}
+    assert found == {"chosen_reward": 0.5, "rejected_reward": -1.0, "divergence": 2.0}
+    assert numbers.pairs["margin"] == 1.5
+
+
+def test_a_model_that_scores_has_no_log_probabilities():
+    one, due = meter(pairs=True), due_at(1)
+    of_pairs(one, 1, chosen_logp=0, rejected_logp=0, chosen_tokens=0)
+    (numbers,) = one.receive(1, due)
+    assert {numbers.pairs[key] for key in ("chosen_logp", "rejected_logp", "chosen_loss")} == {None}
+    assert numbers.pairs["margin"] == 0.75
+
+
+def test_a_step_without_a_pair_is_a_step_without_a_trained_token():
+    one, due = meter(pairs=True), due_at(1)
+    vector = of_pairs(one, 1, en=0, loss_sum=0.0, router=(0.0,), **dict.fromkeys(PAIR_SLOTS, 0))
+    assert not vector.has_tokens
+    (numbers,) = one.receive(1, due)
+    assert numbers.skipped
+    assert math.isnan(numbers.loss)
+    assert math.isnan(numbers.router_loss)
+    assert numbers.pairs["pairs"] == 0
+    assert {numbers.pairs[key] for key in ("accuracy", "margin", "chosen_loss")} == {None}
 
 
 def test_what_is_due_at_a_step_drains_it_at_once():

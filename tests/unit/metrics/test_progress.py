@@ -82,6 +82,16 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     assert "2 min 30 s left" in last  # 150 steps at one a second
 
 
+def test_a_terminal_shows_the_accuracy_of_pairs(terminal):
+    progress = progress_of(300, terminal)
+    line = {"step": 100, "split": "heldout", "loss": 0.61, "accuracy": 0.625, "perplexity": None}
+    progress.evaluation(line)
+    progress.training(numbers(140, loss=0.5, pairs={"accuracy": 0.71, "margin": 1.0}))
+    shown = visible(terminal.getvalue())
+    assert "held-out 0.610   accuracy 62 %" in shown
+    assert "loss 0.500  accuracy 71 %  held-out 0.610" in shown
+
+
 def test_memory_of_a_device_is_shown_with_what_the_device_has(terminal):
     progress = progress_of(300, terminal)
     progress.device_gb = 23.7

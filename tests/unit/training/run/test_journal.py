@@ -210,6 +210,49 @@ def recorded(folder, losses, last=None, **settings):
     return due, log
 
 
+PAIRS = {
+    "pairs": 4,
+    "accuracy": 0.875,
+    "margin": 0.75,
+    "chosen_reward": 0.5,
+    "rejected_reward": -0.25,
+    "chosen_logp": -20.0,
+    "rejected_logp": -25.0,
+    "chosen_loss": 2.0,
+}
+
+
+def test_lines_of_a_run_on_pairs_have_their_figures_and_no_perplexity(tmp_path, capfd):
+    due = Due(
+        first=0,
+        last_evaluation=None,
+        heldout=True,
+        data_ended=False,
+        evaluate_every=10,
+        save_every=1000,
+        log_every=1,
+        steps=1000,
+    )
+    part = Evaluation(0.6, None, None, 100, 0, 3, 0.0, pairs=PAIRS)
+    whole = replace(part, sources={"a": part, "b": replace(part, pairs={**PAIRS, "pairs": 3})})
+    with closing(Journal(tmp_path, 0)) as journal:
+        log = RunLog(journal, due, torch.device("cpu"), None, None, 0)
+        log.training(runs.numbers(1, loss=0.7, pairs=PAIRS))
+        log.evaluation(10, whole)
+        journal.sync()
+    (train,) = lines(tmp_path, "train")
+    assert PAIRS.items() <= train.items()
+    evaluations = lines(tmp_path, "eval")
+    assert [one["split"] for one in evaluations] == ["heldout", "heldout/a", "heldout/b"]
+    assert [one["pairs"] for one in evaluations] == [4, 4, 3]
+    assert PAIRS.items() <= evaluations[0].items()
+    assert (evaluations[0]["perplexity"], evaluations[0]["bits_per_byte"]) == (None, None)
+    assert "sources" not in evaluations[0]
+    shown = capfd.readouterr().err
+    assert "loss=0.7 pairs=4 accuracy=0.875 margin=0.75" in shown
+    assert "split=heldout loss=0.6 pairs=4 accuracy=0.875 margin=0.75 documents=3" in shown
+
+
 def test_a_loss_that_is_not_lower_costs_patience(tmp_path):
     due, log = recorded(tmp_path, [3.0, 2.0, 2.0, 2.5], patience=3)
     assert due.without_gain == 2
