@@ -23,7 +23,7 @@ import llmtrain
 from llmtrain.checkpoint import format as checkpoint
 from llmtrain.config.keys import Key, all_keys
 from llmtrain.errors import EXIT_CODES
-from llmtrain.rundir import contents, record
+from llmtrain.rundir import contents, words
 from llmtrain.types import Batch
 
 # Functions whose results are classes without a public name.
@@ -258,7 +258,7 @@ def files() -> Iterator[str]:
     )
     yield from table(("file", "what it holds"), described(checkpoint.WORDS))
     yield from ("", "## status.json", "")
-    yield from table(("field", "what it holds"), described(record.STATUS))
+    yield from table(("field", "what it holds"), described(words.STATUS))
     yield from (
         "",
         "## metrics.jsonl",
@@ -268,12 +268,12 @@ def files() -> Iterator[str]:
         "is null.",
         "",
     )
-    yield from table(("field", "what it holds"), described(record.EVERY_LINE))
-    for kind, when in record.KINDS.items():
+    yield from table(("field", "what it holds"), described(words.EVERY_LINE))
+    for kind, when in words.KINDS.items():
         yield from ("", f"### {kind}", "", f"Written {when}.", "")
-        yield from table(("field", "what it holds"), described(record.FIELDS[kind]))
+        yield from table(("field", "what it holds"), described(words.FIELDS[kind]))
     yield from ("", "## Events", "", "A tracker shows them, too, and the report lists them.", "")
-    yield from table(("event", "means"), described(record.WORDS))
+    yield from table(("event", "means"), described(words.WORDS))
 
 
 def described(words: Mapping[str, str]) -> Iterator[Sequence[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmtrain.cli.options import show
 from llmtrain.report import verdict
 from llmtrain.rundir import contents
-from llmtrain.rundir.record import strategy_in_words
+from llmtrain.rundir.words import strategy_in_words
 from llmtrain.text import columns, count, duration, fit, fixed, harmless, percent, plural, short
 from llmtrain.tools.watch import View, Watcher
 

@@ -14,7 +14,7 @@ from llmtrain.report import verdict
 from llmtrain.report.collect import Points, Tables, collect, column, thin
 from llmtrain.report.page import fill, write
 from llmtrain.report.svg import Figure, Series, draw, smooth
-from llmtrain.rundir.record import strategy_in_words
+from llmtrain.rundir.words import strategy_in_words
 from llmtrain.text import compact, fixed
 
 _DRAWN = 4

@@ -21,7 +21,7 @@ from llmtrain.report.collect import Curve, Line, Points, Tables, collect, column
 from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
 from llmtrain.rundir.contents import write_output
-from llmtrain.rundir.record import in_words, strategy_in_words
+from llmtrain.rundir.words import in_words, strategy_in_words
 from llmtrain.types import JsonMapping
 
 _ROWS = 60

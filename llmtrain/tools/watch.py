@@ -14,7 +14,8 @@ from pathlib import Path
 
 from llmtrain.rundir import contents, lock, status
 from llmtrain.rundir.goodput import StepSums
-from llmtrain.rundir.record import Tail, as_number, in_words, is_of_all, require_record
+from llmtrain.rundir.record import Tail, as_number, is_of_all, require_record
+from llmtrain.rundir.words import in_words
 from llmtrain.system import is_alive, start_time
 from llmtrain.types import JsonMapping, JsonObject, cut_of
 

@@ -19,7 +19,7 @@ from helpers.corpus import articles, write_jsonl, write_parquet
 from helpers.pages import prints
 from helpers.ranks import ROOT
 
-from llmtrain.rundir import contents, record
+from llmtrain.rundir import contents, record, words
 
 FOLDERS = ("configs", "accelerate_configs", "scripts")
 QUICKSTART = ("train", "configs/quickstart.yaml", "training.steps=20", "evaluation.every_steps=20")
@@ -82,12 +82,12 @@ def test_a_run_has_the_files_and_fields_of_the_reference(quickstart):
     assert {path.name for path in quickstart.iterdir()} <= named
     found: dict[str, set[str]] = {}
     for line in record.record(quickstart):
-        found.setdefault(line["kind"], set()).update(line.keys() - record.EVERY_LINE.keys())
-    expected = {kind: set(names) for kind, names in record.FIELDS.items()}
+        found.setdefault(line["kind"], set()).update(line.keys() - words.EVERY_LINE.keys())
+    expected = {kind: set(names) for kind, names in words.FIELDS.items()}
     expected["train"].remove("router_loss")  # of mixtures alone
     expected["start"].remove("reference")  # of runs on pairs, as the others
     for kind in ("train", "eval"):
-        expected[kind] -= record.OF_PAIRS.keys()
+        expected[kind] -= words.OF_PAIRS.keys()
     assert found == expected
 
 

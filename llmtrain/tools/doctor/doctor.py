@@ -43,7 +43,7 @@ from llmtrain.distributed.plan.memory import checkpoint_bytes
 from llmtrain.distributed.plan.speed import across_nodes
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents, lock
-from llmtrain.rundir.record import strategy_in_words
+from llmtrain.rundir.words import strategy_in_words
 from llmtrain.text import size
 from llmtrain.tools.data.scratch import scratch_copy
 from llmtrain.tools.doctor import machine

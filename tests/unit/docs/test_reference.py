@@ -10,9 +10,9 @@ from helpers.ranks import ROOT
 
 from llmtrain.checkpoint.candidates import _EVENTS
 from llmtrain.errors import EXIT_CODES
-from llmtrain.rundir import contents, record
-from llmtrain.rundir.record import WORDS
+from llmtrain.rundir import contents, words
 from llmtrain.rundir.status import _EMPTY
+from llmtrain.rundir.words import WORDS
 from llmtrain.tools.doctor.doctor import NAMES
 from llmtrain.types import PAIR_SLOTS, Evaluation, Sample, pair_figures
 
@@ -56,12 +56,12 @@ def test_every_name_in_a_run_directory_has_words():
 
 
 def test_the_fields_of_status_and_of_what_is_recorded_whole_have_words():
-    assert record.STATUS.keys() == _EMPTY.keys()
-    assert record.FIELDS.keys() == record.KINDS.keys()
+    assert words.STATUS.keys() == _EMPTY.keys()
+    assert words.FIELDS.keys() == words.KINDS.keys()
     scored = set(Evaluation.__dataclass_fields__) - {"sources"} | {"split"}
-    assert record.FIELDS["eval"].keys() == scored | record.OF_PAIRS.keys()
-    assert record.OF_PAIRS.keys() == pair_figures([1.0] * len(PAIR_SLOTS)).keys() | {"divergence"}
-    assert record.FIELDS["sample"].keys() == set(Sample.__dataclass_fields__)
+    assert words.FIELDS["eval"].keys() == scored | words.OF_PAIRS.keys()
+    assert words.OF_PAIRS.keys() == pair_figures([1.0] * len(PAIR_SLOTS)).keys() | {"divergence"}
+    assert words.FIELDS["sample"].keys() == set(Sample.__dataclass_fields__)
 
 
 def test_supervise_says_what_it_does_for_each_exit_code():
