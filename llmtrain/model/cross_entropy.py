@@ -14,6 +14,13 @@ accurate as one that is computed apart. Products take the compute dtype, as in `
 autocast. Softmax, loss, dx and the sum of dW are fp32. Where processes share the vocabulary, each
 has the logits of its part; the maximum and the sum of a row are taken over all of them.
 
+What a position weighs in the loss of a pair of answers is known only behind the forward.
+`log_probs` therefore makes each chunk's logits twice, except below a head without a gradient:
+
+    forward            log p[y] = −loss of each position
+    backward           the chunks above, each row times its gradient
+    a frozen head      dx in the forward, each row times its gradient in the backward
+
 Only trained positions are in the chunks. In a conversation most are not: the head takes a share of
 its time that is theirs. Their numbers are known where the batch was made, on the host; to look for
 them on a GPU would make the host wait.
@@ -119,6 +126,33 @@ def token_losses(
     with torch.no_grad():
         rows = _in_rows(hidden, weight, bias, labels, None, settings)
         return _losses(rows, _NOTHING)[0].view(labels.shape)
+
+
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    all_trained: bool = False,
+    trained: Tensor | None = None,
+    vocabulary: VocabularyPart | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return the log-probability of each trained position's label, in order: (n,) fp32.
+
+    Its values have the bits of `token_losses`, negated. The arguments are those of
+    `linear_cross_entropy`. With a frozen head the result has one backward, which fails if it is
+    called again. From fp64 it is fp64.
+    """
+    settings = _LossSettings(scale, softcap, 0.0, all_trained, trained, vocabulary, chunk_rows)
+    if torch.is_grad_enabled():
+        result: Tensor = _LogProbs.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
+        return result
+    rows = _in_rows(hidden, weight, bias, labels, None, settings)
+    return _log_probs(rows, _losses(rows, _NOTHING)[0])
 
 
 def chunk_of(device_type: str) -> Chunk:
@@ -230,6 +264,60 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 one.mul_(gradient)
         for_hidden = None if made.hidden is None else made.hidden.view(ctx.shape)
         return for_hidden, made.weight, made.bias, None, None, None
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        settings: _LossSettings,
+    ) -> Tensor:
+        rows = _in_rows(hidden, weight, bias, labels, None, settings)
+        for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
+        # Whether a row of the gradient is that of its loss times a number that comes later.
+        at_once = for_hidden and not for_weight and not for_bias
+        losses, made = _losses(rows, _Wanted(at_once, False, False))
+        ctx.shape, ctx.at_once, ctx.made, ctx.trained = hidden.shape, at_once, made, rows.trained
+        if not at_once:
+            device = hidden.device.type
+            ctx.casts = device, torch.get_autocast_dtype(device), _casts(device)
+            ctx.settings = settings._replace(trained=rows.trained, all_trained=True)
+            ctx.save_for_backward(hidden, weight, bias, labels)
+        return _log_probs(rows, losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """autograd casts each gradient to the dtype of its input."""
+        factors = gradient.neg().unsqueeze(1)
+        if ctx.at_once:
+            if ctx.made is None:
+                raise RuntimeError("log_probs of a frozen head has one backward")
+            made, ctx.made = ctx.made, None
+            if ctx.trained is not None:
+                every = factors.new_zeros(made.hidden.shape[0], 1)
+                factors = every.index_copy_(0, ctx.trained, factors)
+            made.hidden.mul_(factors)
+        else:
+            device, dtype, enabled = ctx.casts
+            with torch.autocast(device, dtype, enabled=enabled):
+                hidden, weight, bias, labels = ctx.saved_tensors
+                rows = _in_rows(hidden, weight, bias, labels, None, ctx.settings)
+            for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
+            wanted = _Wanted(for_hidden, for_weight, for_bias)
+            _, made = _losses(rows._replace(factors=factors), wanted)
+        for_hidden = None if made.hidden is None else made.hidden.view(ctx.shape)
+        return for_hidden, made.weight, made.bias, None, None
+
+
+def _log_probs(rows: _Rows, losses: Tensor) -> Tensor:
+    """Return the log-probabilities of the trained positions, (n,). losses: as of `_losses`"""
+    column = losses[:, 0] if rows.trained is None else losses[:, 0].index_select(0, rows.trained)
+    return column.neg()
 
 
 def _casts(device: str) -> bool:

@@ -11,6 +11,7 @@ head's weight whole.
 What else is trained (the z-loss, the loss of a mixture's router) adds its gradient to that of the
 sum, and not its value: a loss is nats of the trained tokens. The router's is kept in `router_loss`.
 It is a function of all tokens of a micro-batch together, so it depends on how a step is split.
+Where pairs of answers are trained, the loss of a pair takes the place of that of a token.
 
 A head is given only if the logits are those of a plain linear head. Behind it a model may multiply
 by a constant and cap with tanh, under names that differ from model to model. So `examine` does not
@@ -34,10 +35,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmtrain.config.schema import PreferenceConfig
 from llmtrain.model.attention import model_keywords
-from llmtrain.model.cross_entropy import VocabularyPart, linear_cross_entropy, token_losses
+from llmtrain.model.cross_entropy import (
+    VocabularyPart,
+    linear_cross_entropy,
+    log_probs,
+    token_losses,
+)
+from llmtrain.model.preference import loss_and_sums, sequence_sums
 from llmtrain.text import first_line
-from llmtrain.types import NOT_TRAINED
+from llmtrain.types import NOT_TRAINED, PairTensors
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap
 # (Gemma 2, RecurrentGemma).
@@ -187,26 +195,31 @@ class LossModule(nn.Module):
         *,
         kernel: str = "chunked",
         z_loss: float = 0.0,
+        preference: PreferenceConfig | None = None,
     ) -> None:
         """Wrap a model.
 
         head: what `examine` has found; None = the loss is computed from logits.
         kernel: chunked, or torch for its `linear_cross_entropy`; only where there is a head.
         z_loss: factor of logsumexp², whose gradient is added, but not its value.
+        preference: the loss of pairs of answers; None = the model is trained on texts. It is always
+            chunked, and has no z_loss.
         """
         super().__init__()
         self.model = model
         self.head = head
         self._kernel = kernel
         self._z_loss = z_loss
+        self._preference = preference
         self.has_router_loss = has_router_loss(model)
         self._real: Tensor | None = None  # of this forward
         self._vocabulary: VocabularyPart | None = None
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        self._add_up: Callable[[Tensor], Tensor] | None = None
         if self.has_router_loss:
             model.base_model.register_forward_hook(self._leave_padding_out)
-        # Of the last forward whose loss is trained, times its coefficient and the number of trained
-        # tokens, so in the unit of the sum: () fp32, detached. None without a router loss.
+        # Of the last forward whose loss is trained, in the unit of the sum: times its coefficient
+        # and the number of trained tokens or pairs. () fp32, detached. None without a router loss.
         self.router_loss: Tensor | None = None
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
@@ -232,6 +245,15 @@ class LossModule(nn.Module):
         """
         self._vocabulary, self._enter = part, enter
 
+    def share_positions(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Compute the loss of pairs together with processes that have other parts of the rows.
+
+        Each of them has the whole loss, and the gradient of its own positions.
+
+        add_up: returns the sum of a tensor over the processes, in its place
+        """
+        self._add_up = add_up
+
     def forward(
         self,
         input_ids: Tensor,
@@ -246,6 +268,7 @@ class LossModule(nn.Module):
         real: Tensor | None = None,
         seq_idx: Tensor | None = None,
         in_parts: bool = False,
+        pairs: PairTensors | None = None,
     ) -> Tensor:
         """Compute the summed loss, or the logits where there are no labels.
 
@@ -260,31 +283,51 @@ class LossModule(nn.Module):
         seq_idx: (1, B·T) int32, the number of each position's document; only for joined rows.
         real: (n,) int64, positions in the flat rows that count in a router's loss; None = all.
         in_parts: whether these are parts of rows, whose borders are given (`sequence.exchanged`).
+        pairs: the pairs of answers in the rows, where these are trained.
 
         Returns the summed cross-entropy in nats, () fp32; with `each`, without gradient, that of
         each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits of
-        the last position, (B, V) fp32, or with `all_logits` of all, (B, T, V) fp32.
+        the last position, (B, V) fp32, or with `all_logits` of all, (B, T, V) fp32. With pairs it
+        returns what `loss_and_sums` does, (1 + slots,) fp64; with `each`, without gradient, the
+        log-probabilities of both sequences of each pair, (N, 2) fp64.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
             input_ids = input_ids.reshape(position_ids.shape)
         if (passed := self._pass_on(self.model.base_model, input_ids, keywords)) is not None:
             return passed
-        if self.head is None or all_logits:
-            self._real = real
-            try:
-                output = self.model(input_ids, **keywords)
-            finally:
-                self._real = None  # samples are written with the bare model
-            return self._from_logits(output, labels, all_logits, each)
-        hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         if labels is None:
-            return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
+            return self._logits(input_ids, keywords, all_logits)
         known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
-        return self._from_hidden(hidden, labels, each, known)
+        if self.head is not None:
+            hidden = self.model.base_model(input_ids, **keywords)[0]
+            return self._from_hidden(hidden, labels, each, known, pairs)
+        output = self._whole(input_ids, keywords, real)
+        return self._from_logits(output, labels, each, known, pairs)
+
+    def _whole(self, input_ids: Tensor, keywords: dict[str, Any], real: Tensor | None) -> Any:
+        """Return the output of the whole model. real: as `forward` takes it"""
+        self._real = real
+        try:
+            return self.model(input_ids, **keywords)
+        finally:
+            self._real = None  # samples are written with the bare model
+
+    def _logits(self, input_ids: Tensor, keywords: dict[str, Any], all_logits: bool) -> Tensor:
+        """Return what `forward` does without labels."""
+        if self.head is None or all_logits:
+            logits: Tensor = self.model(input_ids, **keywords).logits
+            return logits.float() if all_logits else logits[:, -1].float()
+        hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
+        return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
 
     def _from_hidden(
-        self, hidden: Tensor, labels: Tensor, each: bool, known: dict[str, Any]
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        each: bool,
+        known: dict[str, Any],
+        pairs: PairTensors | None,
     ) -> Tensor:
         """Return the loss of the decoder's output, (B, T, h). known: of which positions."""
         assert self.head is not None
@@ -292,6 +335,9 @@ class LossModule(nn.Module):
         weight, bias = projection.weight, projection.bias
         plain: dict[str, Any] = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
         plain["vocabulary"] = self._vocabulary
+        if pairs is not None:
+            found = log_probs(self._enter(hidden), weight, labels, **known, **plain)
+            return self._of_pairs(found, each, pairs)
         if each:
             return token_losses(hidden, weight, labels, **known, **plain)
         if self._kernel == "torch":
@@ -302,26 +348,52 @@ class LossModule(nn.Module):
         return linear_cross_entropy(hidden, weight, labels, z_loss=self._z_loss, **known, **plain)
 
     def _from_logits(
-        self, output: Any, labels: Tensor | None, all_logits: bool, each: bool
+        self,
+        output: Any,
+        labels: Tensor,
+        each: bool,
+        known: dict[str, Any],
+        pairs: PairTensors | None,
     ) -> Tensor:
-        """Return what `forward` does, from the output of the whole model."""
-        logits: Tensor = output.logits
-        if labels is None:
-            return logits.float() if all_logits else logits[:, -1].float()
-        flat, targets = logits.float().flatten(0, 1), labels.flatten()
-        reduction = "none" if each else "sum"
+        """Return what `_from_hidden` does, from the output of the whole model.
+
+        The loss of a router counts once a trained token, or once a pair.
+        """
+        flat, targets = output.logits.float().flatten(0, 1), labels.flatten()
+        whole = not each and pairs is None
+        reduction = "sum" if whole else "none"
         loss = F.cross_entropy(flat, targets, ignore_index=NOT_TRAINED, reduction=reduction)
+        if pairs is not None:
+            if not known["all_trained"]:
+                trained = known["trained"]
+                loss = loss[targets != NOT_TRAINED if trained is None else trained]
+            found = self._of_pairs(-loss, each, pairs)
+            return self._with_router(found, output, len(pairs.sizes))
         if each:
             return loss.view(labels.shape)
         if self._z_loss:
             added = self._z_loss * (flat.logsumexp(-1).square() * (targets != NOT_TRAINED)).sum()
             loss = loss + (added - added.detach())
+        return self._with_router(loss, output, (targets != NOT_TRAINED).sum())
+
+    def _with_router(self, loss: Tensor, output: Any, count: Any) -> Tensor:
+        """Return a loss with the gradient of the router's, if it is trained. count: its factor"""
         if self.training and self.has_router_loss:
             share = self.model.config.get_text_config().router_aux_loss_coef
-            added = share * output.aux_loss * (targets != NOT_TRAINED).sum()
+            added = share * output.aux_loss * count
             self.router_loss = added.detach().float()
             loss = loss + (added - added.detach())
         return loss
+
+    def _of_pairs(self, found: Tensor, each: bool, pairs: PairTensors) -> Tensor:
+        """Return what `forward` does with pairs. found: (n,), log p of the trained positions"""
+        sums = sequence_sums(found, pairs.lengths)
+        if self._add_up is not None and len(sums):
+            sums = self._add_up(sums.clone())
+        if each:
+            return sums.detach()
+        assert self._preference is not None, "the loss of pairs is chosen when the module is made"
+        return loss_and_sums(sums, pairs, self._preference)
 
     @torch.compiler.disable(reason="positions of any number")  # type: ignore[no-untyped-call, untyped-decorator]
     def _leave_padding_out(self, _decoder: nn.Module, _arguments: object, output: Any) -> Any:

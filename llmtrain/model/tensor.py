@@ -180,8 +180,7 @@ class _Cutter:
 
     def summed(self, x: Tensor) -> Tensor:
         """Return g(x), the sum over the group."""
-        result: Tensor = _Summed.apply(x, self.group)  # type: ignore[no-untyped-call]  # ditto
-        return result
+        return add_up(x, self.group)
 
     def keep(self, module: nn.Module, path: str, leaf: str, axis: int) -> Cut | None:
         """Replace a parameter by this process's part of it."""
@@ -208,6 +207,12 @@ class _Copied(torch.autograd.Function):
         if ctx.cutter.group is not None:
             dist.all_reduce(gradient, group=ctx.cutter.group)
         return gradient, None
+
+
+def add_up(x: Tensor, group: _Group) -> Tensor:
+    """Return g(x), the sum of `x` over a group; it may be in the place of `x`."""
+    result: Tensor = _Summed.apply(x, group)  # type: ignore[no-untyped-call]  # torch has no stub for it
+    return result
 
 
 class _Summed(torch.autograd.Function):

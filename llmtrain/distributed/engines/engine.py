@@ -166,6 +166,11 @@ def begin_micro_batch(index: int, count: int) -> None:
     system.beat("a micro-batch", index + 1, count)
 
 
+def trained_loss(found: Tensor) -> Tensor:
+    """Return the loss, (), of what a `LossModule` returns: the first number, if there are more."""
+    return found[0] if found.ndim else found
+
+
 class Engine(Protocol):
     """The operations that the training loop needs from a strategy.
 
@@ -193,13 +198,14 @@ class Engine(Protocol):
     ) -> Iterator[Tensor]:
         """Accumulate the gradient of all losses times `scale`; the last backward reduces it.
 
-        Yields the loss of each micro-batch, () fp32, detached, after its backward.
+        Yields the loss of each micro-batch, () fp32, detached, after its backward. Of pairs of
+        answers it is (1 + slots,) fp64, as the module returns it.
         """
         for index, micro_batch in enumerate(micro_batches):
             begin_micro_batch(index, len(micro_batches))
             with self.micro(last=index == len(micro_batches) - 1):
                 loss: Tensor = self._model(**micro_batch)
-                self.backward(loss, scale)
+                self.backward(trained_loss(loss), scale)
             yield loss.detach()
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:

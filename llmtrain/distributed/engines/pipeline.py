@@ -34,13 +34,13 @@ from torch.distributed.pipelining import (
 from llmtrain import system
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import fsdp, stages, state
-from llmtrain.distributed.engines.engine import TorchEngine, begin_micro_batch
+from llmtrain.distributed.engines.engine import TorchEngine, begin_micro_batch, trained_loss
 from llmtrain.distributed.plan.balance import can_fill, parts_of
 from llmtrain.distributed.ranks import add_from_peer
 from llmtrain.errors import Problem
 from llmtrain.text import plural
 from llmtrain.torch_private import flattened
-from llmtrain.types import MicroBatch, ModelCut, ModelShape, Piece, Spec
+from llmtrain.types import PAIR_SLOTS, MicroBatch, ModelCut, ModelShape, Piece, Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -197,7 +197,7 @@ class PipelineEngine(TorchEngine):
             for number, part in zip(self._mine, self._parts, strict=True)
         ]
         how: dict[str, Any] = {
-            "loss_fn": lambda loss, _number: loss * self._scale_of_step,
+            "loss_fn": lambda found, _number: trained_loss(found) * self._scale_of_step,
             "scale_grads": False,
         }
         match self._schedule_name:
@@ -282,9 +282,7 @@ class PipelineEngine(TorchEngine):
             if self._layout.last_stage:
                 assert found is not None
                 return found
-            return input_ids.new_zeros(
-                input_ids.shape if keywords.get("each") else (), dtype=torch.float32
-            )
+            return _zeros(input_ids, keywords)
         if not self._layout.last_stage:
             rows = shape if keywords.get("all_logits") else shape[:1]
             found = torch.empty(*rows, self._vocabulary, device=input_ids.device)
@@ -363,6 +361,15 @@ class _Stage(PipelineStage):
     ) -> None:
         self._engine.reduce_in_backward(last=last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+
+def _zeros(input_ids: Tensor, keywords: Mapping[str, Any]) -> Tensor:
+    """Return zeros in place of what a `LossModule` returns for these keywords and labels."""
+    each, pairs = keywords.get("each"), keywords.get("pairs")
+    if pairs is None:
+        return input_ids.new_zeros(input_ids.shape if each else (), dtype=torch.float32)
+    shape = pairs.sizes.shape if each else (1 + len(PAIR_SLOTS),)
+    return input_ids.new_zeros(shape, dtype=torch.float64)
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

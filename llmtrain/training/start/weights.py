@@ -14,6 +14,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ from llmtrain.model import attention, build, shape
 from llmtrain.model.base import Base
 from llmtrain.model.compile import compile_blocks
 from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
-from llmtrain.model.tensor import cut_model
+from llmtrain.model.tensor import add_up, cut_model
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
@@ -205,7 +206,10 @@ def _prepare(
     """
     launched, kernel = processes.launched, processes.auto.loss_kernel or "logits"
     z_loss = config.training.z_loss
-    loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss)
+    preference = None if config.preference.loss == "none" else config.preference
+    loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss, preference=preference)
+    if (group := launched.groups.sequence) is not None:
+        loss.share_positions(partial(add_up, group=group))
     module: nn.Module = loss
     sent = fsdp.named_tensors(model.bare) if model.apart else {}
     if (group := launched.groups.tensor) is not None:
