@@ -1,19 +1,25 @@
-"""The batch of one step and rank: arrays of ids and labels, document borders, digest, counts."""
+"""The batch of one step and rank: arrays of ids and labels, document borders, digest, counts.
+
+Pairs of answers have keys of their content, by which the log-probabilities of a reference are found
+again: equal ids and masks have equal keys, in any block, run or held-out set.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import xxhash
 
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import DataManifest
-from llmtrain.types import NOT_TRAINED, Batch
+from llmtrain.data.packing import PlacedPair
+from llmtrain.types import NOT_TRAINED, Batch, Pairs
 
 UNTRAINED_BLOCKS = "untrained_blocks"  # in `Batch.counts`
 _HASHED = np.dtype("<i4")
+_LENGTH = np.dtype("<i8")
 
 
 def batch_of(
@@ -40,20 +46,59 @@ def batch_of(
     # How many positions are not padding.
     lengths = (sum(span.stop - span.start for span in block.spans) for block in blocks)
     real = labels.size if whole else sum(min(manifest.seq_len, length) for length in lengths)
+    answers = manifest.answers
+    judged = [block.pairs for block in blocks] if answers == "feedback" else None
     return Batch(
         ids=ids,
         labels=labels,
         trained_tokens=sum(trained),
         starts=_starts(blocks, manifest.seq_len) if manifest.hides_documents else None,
         cursors={g % manifest.lanes: block.cursors for g, block in numbered},
-        digest=_digest([g for g, _ in numbered], ids, labels, trained),
+        digest=_digest([g for g, _ in numbered], ids, labels, trained, judged),
         first_block=first_block,
         sources=tokens,
         counts=counts,
         wait_seconds=wait_seconds,
         ended=ended,
         real_tokens=real,
+        pairs=pairs_of(zip(ids, labels, (b.pairs for b in blocks), strict=True))
+        if answers
+        else None,
     )
+
+
+def pairs_of(rows: Iterable[tuple[np.ndarray, np.ndarray, Sequence[PlacedPair]]]) -> Pairs:
+    """Return the pairs in some rows.
+
+    rows: ids (S + 1,), labels (S,), and the pairs in them
+    """
+    numbers: list[int] = []
+    borders: list[tuple[int, int, int]] = []
+    keys: list[tuple[int, int]] = []
+    desirable: list[bool] = []
+    for number, (ids, labels, placed) in enumerate(rows):
+        for pair in placed:
+            numbers.append(number)
+            # The last id of a row is no input. A pair that ends with it has its labels before it.
+            borders.append((pair.begin, pair.second, min(pair.stop, len(labels))))
+            keys.append(_key(ids, labels, pair))
+            desirable.append(pair.desirable)
+    return Pairs(
+        np.array(numbers, np.int64),
+        np.array(borders, np.int64).reshape(-1, 3),
+        np.array(keys, np.uint64).reshape(-1, 2),
+        np.array(desirable, np.bool_),
+    )
+
+
+def _key(ids: np.ndarray, labels: np.ndarray, pair: PlacedPair) -> tuple[int, int]:
+    """Return the digest of both halves of a pair: their lengths, ids, and what is trained."""
+    digest = xxhash.xxh3_128()
+    for first, stop in (pair[:2], pair[2:4]):
+        digest.update(np.array(stop - first, _LENGTH).tobytes())
+        digest.update(ids[first:stop].astype(_HASHED, copy=False).tobytes())
+        digest.update((labels[first : stop - 1] != NOT_TRAINED).tobytes())
+    return divmod(digest.intdigest(), 1 << 64)
 
 
 def _leave_out(
@@ -84,17 +129,25 @@ def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
 
 
 def _digest(
-    numbers: Sequence[int], ids: np.ndarray, labels: np.ndarray, trained: Sequence[int]
+    numbers: Sequence[int],
+    ids: np.ndarray,
+    labels: np.ndarray,
+    trained: Sequence[int],
+    judged: Sequence[Sequence[PlacedPair]] | None,
 ) -> int:
     """Return the sum of the blocks' hashes modulo 2^64.
 
     A hash covers the ids, and also the labels if one of them is −100.
+
+    judged: the pairs of each block, if whether they are desirable is covered, too
     """
     total = 0
     for row, g in enumerate(numbers):
         covered = [ids[row].astype(_HASHED, copy=False)]
         if trained[row] < labels.shape[1]:
             covered.append(labels[row].astype(_HASHED))
+        if judged is not None:
+            covered.append(np.array([pair.desirable for pair in judged[row]], np.bool_))
         total += xxhash.xxh3_64_intdigest(b"".join(covered), seed=g % 2**64)
     return total % 2**64
 
@@ -116,3 +169,6 @@ def _by_source(
             if not count:
                 total[labels[block.source]][UNTRAINED_BLOCKS] += 1
     return dict(tokens), dict(total)
+
+
+NO_PAIRS = pairs_of(())

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from llmtrain import system
-from llmtrain.data.chat.rows import NEEDED, refused_columns
+from llmtrain.data.chat.rows import columns_of_form, needed_columns, refused_columns
 from llmtrain.data.documents import lines
 from llmtrain.data.documents.elements import ranges
 from llmtrain.data.documents.reader import Reader
@@ -211,8 +211,10 @@ def _no_text(
 def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
     """Return the problem of a file without the columns of the form, or with judgements."""
     assert source.form is not None
-    names = (source.columns.get(name, name) for name in NEEDED[source.form])
-    missing = next((name for name in names if name not in there), None)
+    named = {name: source.columns.get(name, name) for name in columns_of_form(source.form)}
+    known = [name for name, theirs in named.items() if theirs in there]
+    needed = (named[name] for name in needed_columns(source.form, known))
+    missing = next((name for name in needed if name not in there), None)
     if missing:
         return missing_column(f"{key}.path", missing, where, there)
     ours = set(there) - set(source.columns.values())

@@ -11,8 +11,10 @@ Held-out documents lie in blocks that score every token of them once. Texts are 
 (a tokenizer with a begin token: bos d o c u m e n t eos bos d o c eos …)
 
 Behind them come the conversations, which are never cut: `seq_len` ids at a time are filled with
-whole sequences and padding, and what the model would have to say is scored. With packing single
-each text and each sequence begins a block of its own, and ends with padding.
+whole sequences and padding, and what the model would have to say is scored. Both halves of a pair
+of answers are in one block, as in training; a judged answer is paired with that of the next row of
+its source. With packing single each text, sequence and pair begins a block of its own, and ends
+with padding; the second half of a pair begins in the middle of the block.
 
 The trap: with a document mask and no begin token, nothing precedes a document's first token, so
 training never predicts it. Then it is not scored and its bytes are not counted, so that
@@ -25,7 +27,7 @@ import heapq
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -33,16 +35,18 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from llmtrain import system
+from llmtrain.data.batches import pairs_of
 from llmtrain.data.documents.reader import Reader, Reading, bad_row
 from llmtrain.data.documents.rows import Rows
+from llmtrain.data.lanes import NOTHING, document
 from llmtrain.data.manifest import DataManifest, Source
-from llmtrain.data.packing import fit
+from llmtrain.data.packing import Document, PlacedPair, fit, with_others
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
-from llmtrain.types import NOT_TRAINED
+from llmtrain.types import NOT_TRAINED, Pairs
 
 FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
 
@@ -81,6 +85,8 @@ class HeldOut:
     pad: id that fills the last block
     parts: the sources, if there are several, or if one is chat
     owners (m,) int64: number in `parts` of the source of what begins there; None without parts
+    pairs (p, 6) int64: for each pair of answers, `PlacedPair` in ids, and the number in `parts` of
+        its source; None without pairs
     """
 
     ids: np.ndarray
@@ -91,6 +97,7 @@ class HeldOut:
     pad: int
     parts: tuple[HeldOutPart, ...] = ()
     owners: np.ndarray | None = None
+    pairs: np.ndarray | None = None
 
     def num_blocks(self, seq_len: int) -> int:
         """Return the number of blocks of `seq_len` positions that cover every token once."""
@@ -129,6 +136,32 @@ class HeldOut:
         parts: np.ndarray = self.owners[documents.clip(0)]
         return parts
 
+    def pairs_of(self, blocks: Sequence[int], seq_len: int) -> Pairs:
+        """Return the pairs of answers in these blocks, whose rows are numbered as they are given.
+
+        There are none in blocks after the last.
+        """
+        rows = []
+        for g in blocks:
+            ids, labels, _ = self.block(g, seq_len)
+            places = (
+                PlacedPair(a, b, c, d, bool(e)) for a, b, c, d, e, _ in self._pairs(g, seq_len)
+            )
+            rows.append((ids, labels, [pair.shifted(-g * seq_len) for pair in places]))
+        return pairs_of(rows)
+
+    def pair_parts(self, blocks: Sequence[int], seq_len: int) -> np.ndarray:
+        """Return the number in `parts` of the source of each pair that `pairs_of` returns, (N,)."""
+        parts = [part for g in blocks for *_, part in self._pairs(g, seq_len)]
+        return np.array(parts, np.int64)
+
+    def _pairs(self, g: int, seq_len: int) -> list[list[int]]:
+        if self.pairs is None:
+            return []
+        first, last = np.searchsorted(self.pairs[:, 0], (g * seq_len, (g + 1) * seq_len))
+        rows: list[list[int]] = self.pairs[first:last].tolist()
+        return rows
+
 
 @dataclass(slots=True)
 class _Laid:
@@ -139,6 +172,7 @@ class _Laid:
     starts: list[int]
     owners: list[int]
     end: int
+    pairs: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, owner: int, ids: np.ndarray, scored: np.ndarray) -> None:
         self.starts.append(self.end)
@@ -188,7 +222,8 @@ def lay_out(
     ids, scored = np.concatenate(laid.ids), np.concatenate(laid.scored)
     starts = np.array(laid.starts, np.int64)
     total = len(documents), sum(sizes)
-    return HeldOut(ids, scored, starts, *total, tokenizer.pad, parts, owners)
+    pairs = np.array(laid.pairs, np.int64) if laid.pairs else None
+    return HeldOut(ids, scored, starts, *total, tokenizer.pad, parts, owners, pairs)
 
 
 def _add_conversations(
@@ -197,23 +232,52 @@ def _add_conversations(
     """Lay out the sequences of conversations, each whole within `seq_len` ids.
 
     What is left of these ids is padding, as a document of its own. A sequence's first id is never
-    scored: in the stream, that of another one precedes it.
+    scored: in the stream, that of another one precedes it. Both halves of a pair stay together.
     """
-    sequences = [
-        (one.source, one.encoded.ids[first:stop], trained[first:stop])
-        for one in documents
-        if (trained := one.encoded.trained) is not None
-        for first, stop in pairwise(one.encoded.cuts)
+    pieces = [
+        (one, first, stop)
+        for one in _with_others(documents, seq_len, alone=alone)
+        for first, stop in pairwise(one.cuts)
     ]
     _pad(laid, -laid.end % seq_len, pad)
     if alone:
-        bins = [[index] for index in range(len(sequences))]
+        bins = [[index] for index in range(len(pieces))]
     else:
-        bins = fit([len(ids) for _, ids, _ in sequences], seq_len)
+        bins = fit([stop - first for _, first, stop in pieces], seq_len)
     for members in bins:
-        for owner, ids, trained in (sequences[index] for index in members):
-            laid.add(owner, ids, np.concatenate(([False], trained[1:])))
+        for one, first, stop in (pieces[index] for index in members):
+            places: list[int] = []
+            edges = [first, one.second, stop] if one.second else [first, stop]
+            for begin, end in pairwise(edges):
+                if places and alone:
+                    _pad(laid, seq_len // 2 - laid.end % seq_len, pad)
+                assert one.trained is not None, "conversations have masks"
+                places += [laid.end, laid.end + end - begin]
+                laid.add(
+                    one.unit,
+                    one.ids[begin:end],
+                    np.concatenate(([False], one.trained[begin + 1 : end])),
+                )
+            if one.second:
+                laid.pairs.append((*places, one.desirable, one.unit))
         _pad(laid, -laid.end % seq_len, pad)
+
+
+def _with_others(
+    documents: Sequence[HeldOutDocument], seq_len: int, *, alone: bool
+) -> Iterator[Document]:
+    """Yield conversations as documents whose unit is their source, judged answers with others.
+
+    The others are of the same source.
+    """
+    talks = (one for one in documents if one.encoded.cuts)
+    placed = [document((0, one.source, n), one.encoded, NOTHING) for n, one in enumerate(talks)]
+    if not any(one.answer for one in placed):
+        yield from placed
+        return
+    for source in sorted({one.unit for one in placed}):
+        own = [one for one in placed if one.unit == source]
+        yield from with_others(own, seq_len, apart=alone)
 
 
 def _pad(laid: _Laid, size: int, pad: int) -> None:
@@ -266,6 +330,8 @@ def save(held: HeldOut, path: Path) -> None:
     if held.owners is not None:
         facts["parts"] = [asdict(part) for part in held.parts]
         tensors["owners"] = held.owners
+    if held.pairs is not None:
+        tensors["pairs"] = held.pairs
     system.write_durably(path, to_bytes(tensors, {"heldout": json.dumps(facts)}))
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from llmtrain.data.documents.reader import Reader, bad_row, row_order, unit_at, units_of
 from llmtrain.data.documents.rows import Rows
 from llmtrain.data.manifest import DataManifest
-from llmtrain.data.packing import START, Document, Packed, Packing, Span, open_packing
+from llmtrain.data.packing import START, Document, Packed, Packing, PlacedPair, Span, open_packing
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encodes
 from llmtrain.errors import Problem, UserError
@@ -66,7 +66,7 @@ MAX_AHEAD_CHARACTERS = 1 << 18
 LATE = 3  # quarters of a unit, after which the next is read ahead: lanes in order of their need
 EMPTY_EPOCHS = 64  # times the number of lanes: epochs without a document, then a lane gives up
 NO_IDS = np.empty(0, dtype=np.int32)
-NOTED = ("rejected", "truncated", "split", "untrained")  # of a conversation
+NOTED = ("rejected", "truncated", "split", "untrained", "too_long")  # of a conversation
 
 
 def default_lanes(processes: int, units: int) -> int:
@@ -99,7 +99,7 @@ def default_chat_lanes(processes: int, units: int, blocks: float) -> int:
 class Block:
     """One block.
 
-    ids, starts, trained, spans: as in `Packed`
+    ids, starts, trained, spans, pairs: as in `Packed`
     source: index of its source; −1 = padding, since its lane has ended
     counts: source → what was found → how often: documents that were dropped (null, empty, blank),
         replaced (invalid UTF-8) or held out, units and lines that were skipped, and tokens that
@@ -114,6 +114,7 @@ class Block:
     source: int
     counts: Mapping[int, Mapping[str, int]]
     cursors: tuple[Cursor, ...]
+    pairs: tuple[PlacedPair, ...] = ()
 
 
 class Untokenized(NamedTuple):
@@ -127,6 +128,13 @@ class Untokenized(NamedTuple):
     row: int
     content: Any
     counts: Counter[str]
+
+
+def document(place: Sequence[int], encoded: Encoded, counts: Counter[str]) -> Document:
+    """Return an encoded document. place: its epoch, unit and row. counts: as in `Document`"""
+    epoch, unit, row = place
+    ids, cuts, trained, _, _, second, answer, desirable = encoded
+    return Document(epoch, unit, row, ids, counts, cuts, trained, second, answer, desirable)
 
 
 class Lane:
@@ -180,7 +188,7 @@ class Lane:
             if packed.counts:
                 counts[k] = dict(packed.counts)
             self.cursors = (*self.cursors[:k], packed.cursor, *self.cursors[k + 1 :])
-            block = Block(*packed[:4], k, counts, self.cursors)
+            block = Block(*packed[:4], k, counts, self.cursors, packed.pairs)
         self.next_block += self._manifest.lanes
         return block
 
@@ -262,8 +270,7 @@ class Lane:
                     self._refuse_without_documents(k, one.epoch - last_epoch)
                     continue
                 last_epoch = one.epoch
-                ids, cuts, trained = encoded[:3]
-                yield Document(*one[:3], ids, counts or NOTHING, cuts, trained)
+                yield document(one[:3], encoded, counts or NOTHING)
                 if counts:  # each gets a counter of its own
                     counts = Counter()
             ahead = 1 if again or cached else min(2 * ahead, MAX_AHEAD)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from llmtrain.config.binding import DataSettings, changes, way_out
+from llmtrain.config.binding import Answers, DataSettings, changes, way_out
 from llmtrain.config.schema import PackingName, SourceConfig
-from llmtrain.data.chat.rows import READING
+from llmtrain.data.chat.rows import READING, answers_of
 from llmtrain.data.sources import local
 from llmtrain.data.tokens.tokenizer import Backend
 from llmtrain.errors import Problem, UserError
@@ -59,7 +59,7 @@ class Source:
 
     root: directory, or hf://datasets/ID@COMMIT
     id_column: None = the text is hashed instead of an id
-    form: of its conversations, one of `chat.rows.FORMS`; None = its documents are texts
+    form: of its rows, one of those in `chat.rows.NEEDED`; None = its documents are texts
     columns: names of chat columns → the source's own, where these differ
     reading: how rows of conversations are read, as for `chat.rows.to_example`
     whole_files: whether each file is one document (`document: file`)
@@ -226,6 +226,11 @@ class DataManifest:
     def labels(self) -> tuple[str, ...]:
         """Names of the sources in metrics."""
         return tuple(source.label for source in self.sources)
+
+    @property
+    def answers(self) -> Answers | None:
+        """What the rows of all sources are: pairs of answers, judged ones, or None for all else."""
+        return answers_of(self.sources[0].form)
 
     @property
     def hides_documents(self) -> bool:

@@ -16,6 +16,12 @@ cursor names the window's start and counts the blocks of the window that were yi
 
 `single` does the same, but gives each of them a block of its own, which is filled up with padding.
 
+A pair of answers is one document in two halves, which do not see each other. Both are in one block,
+with `single` each in half of it. A judged answer becomes such a pair in its window:
+
+    window   x y · u v · r s          prompts x u r, answers y v s
+    pairs    x y, x v · u v, u s · r s, r y
+
 Documents may end: then the last one has no ids, and counts what was found after the one before. The
 trap: the blocks depend on the cursor and the documents alone, so that a resume in the middle of a
 document or window gives the same blocks.
@@ -51,6 +57,9 @@ class Document(NamedTuple):
     cuts: where its sequences begin and end in ids, none of them longer than a block; () = it is cut
         where a block ends
     trained (n,) bool: which ids are trained; None = all
+    second: where the second half of a pair begins in ids; 0 = it is no pair
+    answer: where a judged answer begins in ids; it gets a second half in its window
+    desirable: whether that answer is a good one
     """
 
     epoch: int
@@ -60,10 +69,15 @@ class Document(NamedTuple):
     counts: Counter[str]
     cuts: Sequence[int] = ()
     trained: np.ndarray | None = None
+    second: int = 0
+    answer: int = 0
+    desirable: bool = True
 
 
 class Span(NamedTuple):
     """Tokens [start, stop) of a document, which are in a block from position `at` on.
+
+    A pair is one span; with `single` its second half begins in the middle of the block.
 
     epoch, unit, row: the document's place in the lane's order
     """
@@ -76,6 +90,24 @@ class Span(NamedTuple):
     at: int
 
 
+class PlacedPair(NamedTuple):
+    """Where both halves of a pair are in some ids: [begin, end) and [second, stop).
+
+    desirable: of a judged answer, whether it is a good one
+    """
+
+    begin: int
+    end: int
+    second: int
+    stop: int
+    desirable: bool = True
+
+    def shifted(self, by: int) -> PlacedPair:
+        """Return the place in ids that begin `by` earlier."""
+        begin, end, second, stop, desirable = self
+        return PlacedPair(begin + by, end + by, second + by, stop + by, desirable)
+
+
 class Packed(NamedTuple):
     """One block, without its number.
 
@@ -86,6 +118,7 @@ class Packed(NamedTuple):
     spans: the documents in it, in order of `at`
     cursor: where the next block begins
     counts: what was found while it was filled
+    pairs: those among the documents, in order
     """
 
     ids: np.ndarray
@@ -94,6 +127,7 @@ class Packed(NamedTuple):
     spans: tuple[Span, ...]
     cursor: Cursor
     counts: Counter[str]
+    pairs: tuple[PlacedPair, ...] = ()
 
 
 Walk = Callable[[Cursor, bool], Iterator[Document]]
@@ -181,6 +215,7 @@ def in_windows(
         window, counts, ended = _window(documents, window_tokens(seq_len))
         if not window and not skip:
             return counts
+        window = with_others(window, seq_len, apart=alone)
         blocks = _cut(window, size, alone=alone)
         if skip and skip >= len(blocks):
             raise _changed_data(cursor, f"a window of more than {skip} blocks")
@@ -191,7 +226,8 @@ def in_windows(
         for position in range(skip, len(blocks)):
             more = position + 1 < len(blocks)
             after = start._replace(offset=position + 1) if more else behind
-            yield _fill(window, blocks[leaving[position]], size, pad, after, counts)
+            middle = seq_len // 2 if alone else 0
+            yield _fill(window, blocks[leaving[position]], size, middle, pad, after, counts)
             counts = Counter()
         if ended:  # what was found after the last document was counted with the window
             return Counter()
@@ -258,6 +294,38 @@ def _cut(window: Sequence[Document], size: int, *, alone: bool) -> list[list[_Pi
     return full + [[pieces[index] for index in members] for members in bins]
 
 
+def with_others(window: list[Document], seq_len: int, *, apart: bool) -> list[Document]:
+    """Return a window in which each judged answer is the first half of a pair.
+
+    The second half is its prompt with the next answer of the window that differs, in a circle; that
+    is cut at its end to fit. If there is none, it is the prompt alone, of which nothing is trained.
+
+    apart: whether a half may have half of a block at most
+    """
+    keys = [one.ids[one.answer :].tobytes() for one in window if one.answer]
+    if not keys:
+        return window
+    assert len(keys) == len(window), "a source has rows of one form"
+    count = len(window)
+    paired = []
+    for number, (one, key) in enumerate(zip(window, keys, strict=True)):
+        behind = (n % count for n in range(number + 1, number + count))
+        other = next((window[n] for n in behind if keys[n] != key), None)
+        most = seq_len // 2 if apart else seq_len - len(one.ids)
+        part = slice(0, 0)
+        if other is not None:
+            part = slice(other.answer, other.answer + most - one.answer)
+        source = one if other is None else other
+        ids = np.concatenate([one.ids, one.ids[: one.answer], source.ids[part]])
+        trained = None
+        if one.trained is not None and source.trained is not None:
+            untrained = np.zeros(one.answer, dtype=np.bool_)
+            trained = np.concatenate([one.trained, untrained, source.trained[part]])
+        second = len(one.ids)
+        paired.append(one._replace(ids=ids, cuts=(0, len(ids)), trained=trained, second=second))
+    return paired
+
+
 def fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Fill bins by best-fit decreasing; return each bin's indices in the order placed."""
     bins: list[list[int]] = []
@@ -280,29 +348,42 @@ def _fill(
     window: Sequence[Document],
     block: Sequence[_Piece],
     size: int,
+    middle: int,
     pad: int,
     cursor: Cursor,
     counts: Counter[str],
 ) -> Packed:
-    ids = np.empty(size, dtype=np.int32)
-    trained = np.ones(size, dtype=np.bool_)
+    """Fill a block with pieces. middle: where the second half of a pair begins; 0 = behind it."""
+    ids = np.full(size, pad, dtype=np.int32)
+    trained = np.zeros(size, dtype=np.bool_)
     spans: list[Span] = []
+    pairs: list[PlacedPair] = []
+    starts: list[int] = []
     filled = 0
     for number, first, stop in block:
         document = window[number]
-        part = slice(filled, filled + stop - first)
-        ids[part] = document.ids[first:stop]
-        if document.trained is not None:
-            trained[part] = document.trained[first:stop]
         spans.append(Span(*document[:3], first, stop, filled))
-        filled += stop - first
-    starts = [span.at for span in spans]
+        edges = [first, document.second, stop] if document.second else [first, stop]
+        places: list[int] = []
+        for begin, end in pairwise(edges):
+            if places and middle > filled:
+                starts.append(filled)  # of the padding between both halves
+                filled = middle
+            part = slice(filled, filled + end - begin)
+            ids[part] = document.ids[begin:end]
+            trained[part] = True if document.trained is None else document.trained[begin:end]
+            starts.append(filled)
+            places += [filled, part.stop]
+            filled = part.stop
+        if document.second:
+            begin, end, second, last = places
+            pairs.append(PlacedPair(begin, end, second, last, document.desirable))
     if filled < size:
-        ids[filled:], trained[filled:] = pad, False
         starts.append(filled)
     whole = filled == size and all(window[number].trained is None for number, _, _ in block)
     mask = None if whole else trained[1:]
-    return Packed(ids, np.array(starts, dtype=np.int32), mask, tuple(spans), cursor, counts)
+    begins = np.array(starts, dtype=np.int32)
+    return Packed(ids, begins, mask, tuple(spans), cursor, counts, tuple(pairs))
 
 
 def _changed_data(cursor: Cursor, what: str) -> UserError:

@@ -21,10 +21,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmtrain import system
-from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
+from llmtrain.config.binding import EPOCHS, Answers, DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import file_parts, heldout
-from llmtrain.data.chat.rows import BadRowError, contents, form_of, our_names, to_example
+from llmtrain.data.chat.pairs import examples
+from llmtrain.data.chat.rows import (
+    KTO_TAG,
+    BadRowError,
+    PreferenceDataError,
+    contents,
+    form_of,
+    our_names,
+)
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts, load
@@ -39,8 +47,10 @@ from llmtrain.hashing import mix
 from llmtrain.text import harmless
 
 
-def with_form(source: Source, key: str, reader: Reader) -> Source:
-    """Return the source with the form of its conversations, if its first file has one.
+def with_form(source: Source, key: str, reader: Reader, answers: Answers | None = None) -> Source:
+    """Return the source with the form of its rows, if its first file has one.
+
+    answers: as for `form_of`
 
     Raises UserError for columns that the source lacks, and for judged answers (`form_of`).
     """
@@ -48,19 +58,63 @@ def with_form(source: Source, key: str, reader: Reader) -> Source:
     if not there:
         return source
     columns = f"{key}.columns"
+    if answers == "feedback" and KTO_TAG in there and "label" not in (*there, *source.columns):
+        source = replace(source, columns={"label": KTO_TAG, **source.columns})
     ours = our_names(there, source.columns, columns)
-    return replace(source, form=form_of(ours, columns, source.columns))
+    return replace(source, form=form_of(ours, columns, source.columns, answers))
 
 
-def unfit_packing(data: DataConfig, chat: bool) -> Iterator[Problem]:
-    """Yield what of the packing does not go with conversations."""
+_WANTED: Mapping[Answers, str] = {
+    "pairs": "pairs of answers with preference.loss {}: chosen and rejected, with a prompt",
+    "feedback": "answers with a label with preference.loss {}: prompt, completion and label",
+}
+
+
+def require_answers(source: Source, key: str, settings: DataSettings, reader: Reader) -> None:
+    """Raise UserError if a run with `preference.loss` has a source of other rows than it takes."""
+    answers = settings.answers
+    if answers is None or source.form is not None:
+        return
+    other: Answers = "pairs" if answers == "feedback" else "feedback"
+    remedy = f"preference.loss=none; or name its columns: {key}.columns={{…}}"
+    if source.cached:
+        what, remedy = "a token cache, whose tokens are texts", "preference.loss=none"
+    elif with_form(source, key, reader, other).form is not None:
+        what = {"pairs": "pairs of answers", "feedback": "answers with a label"}[other]
+        remedy = f"preference.loss={'dpo' if other == 'pairs' else 'kto'}"
+    else:
+        try:
+            found = with_form(source, key, reader).form
+        except PreferenceDataError:
+            found = None
+        what = "documents of text" if found is None else "conversations"
+    expected = f"{_WANTED[answers].format(settings.loss)}; these are {what}"
+    raise UserError(Problem(f"{key}.path", source.path, expected, remedy))
+
+
+def unfit_packing(settings: DataSettings, chat: bool) -> Iterator[Problem]:
+    """Yield what of the packing does not go with conversations, or with pairs of answers."""
+    data, answers = settings.data, settings.answers
+    rows = f"preference.loss {settings.loss}" if answers else "conversations"
     if chat and data.packing == "concat":
-        expected = "bestfit, single or auto with conversations: concat would cut them anywhere"
+        expected = f"bestfit, single or auto with {rows}: concat would cut them anywhere"
         also = "" if data.document_mask is not False else " with data.document_mask=auto"
         yield Problem("data.packing", "concat", expected, f"data.packing=auto{also}")
     if chat and data.document_mask is False:
-        expected = "true or auto with conversations: those of a block must not see each other"
+        expected = f"true or auto with {rows}: those of a block must not see each other"
+        if answers:
+            expected = f"true or auto with {rows}: the answers of a block must not see each other"
         yield Problem("data.document_mask", False, expected, "data.document_mask=auto")
+    if answers and data.packing == "single":
+        yield from uneven(data.seq_len)
+
+
+def uneven(seq_len: int) -> Iterator[Problem]:
+    """Yield the problem of blocks that two answers cannot share evenly."""
+    if seq_len % 2:
+        expected = "an even number with data.packing single and preference.loss: each answer of a "
+        remedy = f"data.seq_len={seq_len + 1}"
+        yield Problem("data.seq_len", seq_len, f"{expected}pair has half of a block", remedy)
 
 
 def max_epochs(source: Source, epochs: float | None) -> int | None:
@@ -77,7 +131,8 @@ def plain(source: Source, texts: Iterable[str]) -> Iterator[str]:
             yield text
             continue
         try:
-            yield contents(to_example(text, source.form, source.columns, source.reading))
+            for one in examples(text, source.form, source.columns, source.reading):
+                yield contents(one)
         except BadRowError:
             continue  # the first rows are checked, and later ones when they are read
 
@@ -127,11 +182,11 @@ def survey(
     named = _named(data.sources, "data.sources")
     # Those of the evaluation are looked at too, to report all problems at once.
     both = [*named, *_own_evaluation(settings.evaluation)]
-    drafts = _each(lambda one: _draft(*one, reader), both)
+    drafts = _each(lambda one: _draft(*one, settings, reader), both)
     _tell_of_files([source for source, _ in drafts])
     has_chat = any(source.form is not None for source, _ in drafts)
     drafts = drafts[: len(named)]
-    raise_any(unfit_packing(data, has_chat))
+    raise_any(unfit_packing(settings, has_chat))
     if lanes is None:
         auto = data.lanes == "auto"
         lanes = _lanes(drafts, processes, settings, reader) if auto else int(data.lanes)
@@ -173,7 +228,8 @@ def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source
     Raises UserError as `survey` does.
     """
     reader = Reader(reading)
-    drafts = _each(lambda one: _draft(*one, reader), _own_evaluation(settings.evaluation))
+    own = _own_evaluation(settings.evaluation)
+    drafts = _each(lambda one: _draft(*one, settings, reader), own)
     sources = [
         replace(s, units=tuple(file_parts.cut(parts, 1)), id_column=None) for s, parts in drafts
     ]
@@ -274,6 +330,10 @@ def check(manifest: DataManifest, settings: DataSettings, encoder: DocumentEncod
     """
     changed = changes(manifest.made_with, values_now(manifest.made_with, settings))
     problems = refusals(changed, settings.accepted, "as when the run began")
+    if manifest.answers != settings.answers:
+        was = {"pairs": "dpo, or another loss of pairs", "feedback": "kto", None: "none"}
+        expected = f"{was[manifest.answers]}, as the run's data was read for"
+        problems.append(Problem("preference.loss", settings.loss, expected, "another run.dir"))
     problems += [*differing_tokenizer(manifest, encoder), *changed_files(manifest)]
     raise_any(problems)
 
@@ -381,7 +441,7 @@ def _each(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 
 def _draft(
-    configured: SourceConfig, label: str, key: str, reader: Reader
+    configured: SourceConfig, label: str, key: str, settings: DataSettings, reader: Reader
 ) -> tuple[Source, list[file_parts.FilePart]]:
     """Return a source without its units, and the parts from which they are cut."""
     reading = reader.reading
@@ -406,7 +466,8 @@ def _draft(
         expected = "left out beside text_column: they name the columns of conversations"
         raise UserError(Problem(f"{key}.columns", configured.columns, expected))
     if not asks_text and not source.cached:
-        source = with_form(source, key, reader)
+        source = with_form(source, key, reader, settings.answers)
+    require_answers(source, key, settings, reader)
     parts, columns = file_parts.inspect(source, key, reader)
     if not parts:
         files = range(len(source.files))

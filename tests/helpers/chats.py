@@ -180,6 +180,7 @@ def data_of(
     tokenizer: Path,
     *sources: Path | dict[str, Any],
     chat: dict[str, Any] | None = None,
+    loss: str = "none",
     epochs: float | None = None,
     **data: Any,
 ) -> tuple[DataManifest, DocumentEncoder]:
@@ -188,10 +189,12 @@ def data_of(
     config = Config.model_validate({
         "data": {"sources": described, "seq_len": 256, "heldout": 0.0, **data},
         "chat": chat or {},
+        "preference": {"loss": loss},
         "training": {"steps": 10} if epochs is None else {"epochs": epochs},
     })  # fmt: skip
     found = survey(data_settings(config), 1)
     opened = open_tokenizer(tokenizer)
     settings = settings_of(config.chat, DEFAULTS.date)
     made = Chat(tokenizer, settings, config.data.seq_len) if found.has_chat else None
-    return freeze(found, opened, made and chat_facts(made)), DocumentEncoder(opened, made)
+    manifest = freeze(found, opened, made and chat_facts(made))
+    return manifest, DocumentEncoder(opened, made, manifest.packing == "single")

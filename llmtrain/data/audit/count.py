@@ -34,7 +34,7 @@ from llmtrain.data.documents.lines import MIB
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import GROUP_LIMIT
 from llmtrain.data.file_parts import text_size
-from llmtrain.data.lanes import Lanes
+from llmtrain.data.lanes import Lanes, document
 from llmtrain.data.manifest import DataManifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
 from llmtrain.data.state import DataState
@@ -289,10 +289,10 @@ class _Counter:
             limit = 1 + int(np.searchsorted(np.cumsum(np.array(sizes)[order]), SAMPLED_BYTES))
         some = [documents[index] for index in order[: limit or None]]
         nbytes = tokens = 0
-        for document, text, encoded in self._encode(some):
+        for one, text, encoded in self._encode(some):
             raw, length = text.encode(), len(encoded.ids)
             nbytes, tokens = nbytes + len(raw), tokens + length - self.separators
-            if document.held:
+            if one.held:
                 held[:3] += 1, len(raw), length - self.separators
             self.hashes.append(xxhash.xxh3_64_intdigest(raw))
             self.chat.update(encoded.counts)
@@ -324,7 +324,7 @@ class _Counter:
             some = [one for one in documents if self.source.cached or not one.held]
             for _, _, one in self._encode(some):
                 if len(one.ids):
-                    packed.append(Document(0, 0, len(packed), one.ids, Counter(), one.cuts))
+                    packed.append(document((0, 0, len(packed)), one, Counter()))
                     tokens += len(one.ids)
                 if tokens >= wanted:  # the rest of a unit need not be tokenized
                     break
@@ -419,7 +419,7 @@ def _extent(
 
 
 class _Lengths:
-    """Encodes each document once, and remembers where its sequences end; its ids are zeros.
+    """Encodes each document once, and remembers where its sequences end; its ids are all equal.
 
     trained: tokens of all that was asked for
     """
@@ -436,9 +436,12 @@ class _Lengths:
         new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
         found = self._encoder.documents(source, list(new.values()))
         for key, one in zip(new, found, strict=True):
-            zeros = np.broadcast_to(NO_ID, len(one.ids))
+            # Judged answers that are equal must stay so: packing looks for one that differs.
+            answer = one.ids[one.answer :].tobytes() if one.answer else b""
+            same = NO_ID if not answer else np.uint32(xxhash.xxh32_intdigest(answer)).view(np.int32)
+            ids = np.broadcast_to(same, len(one.ids))
             trained = len(one.ids) if one.trained is None else int(one.trained.sum())
-            self._known[key] = one._replace(ids=zeros, trained=None), trained
+            self._known[key] = one._replace(ids=ids, trained=None), trained
         asked = [self._known[key] for key in keys]
         self.trained += sum(trained for _, trained in asked)
         return [one for one, _ in asked]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat.rows import BadRowError, unread_keys
+from llmtrain.data.chat.pairs import ANSWERS
+from llmtrain.data.chat.rows import (
+    MESSAGE_KEYS,
+    REASONING,
+    BadRowError,
+    columns_of_form,
+    read_row,
+)
 from llmtrain.data.documents.lines import columns_of
 from llmtrain.data.documents.reader import OF_THE_SOURCE, Reader, bad_row, place_of_row
 from llmtrain.data.heldout import training_rows, training_texts
@@ -24,6 +31,7 @@ from llmtrain.text import harmless
 
 FIRST = 100  # rows of each source
 SHOWN = 5  # rows of a message
+_WITH_MESSAGES = frozenset(("messages", "conversations", "prompt", "completion", *ANSWERS))
 
 
 class _Row(NamedTuple):
@@ -79,11 +87,35 @@ def count_unread(
     read = set(columns_of(source))
     for unit, text in islice(rows, FIRST):
         with suppress(BadRowError):  # reported, or skipped and counted, as a bad row
-            counts.update(set(unread_keys(text, source.form, source.columns, written)))
+            counts.update(set(_unread_keys(text, source.form, source.columns, written)))
         if unit.group >= 0:  # of a table only the columns of the form are in the text
             counts.update(set(reader.units.schema(source, unit.file).names) - read)
     del counts[source.id_column or ""]
     return counts
+
+
+def _unread_keys(
+    text: str, form: str, columns: Mapping[str, str], written: Collection[str]
+) -> Iterator[str]:
+    """Yield the keys of a row that nobody reads; those of its messages as `COLUMN.KEY`.
+
+    text, form, columns: as for `rows.to_example`
+    written: the names that the chat template reads
+    Raises BadRowError for a row that is no object.
+    """
+    names = columns_of_form(form)
+    read = {columns.get(name, name) for name in names}
+    yield from (k for k, value in read_row(text).items() if k not in read and value is not None)
+    known = {*MESSAGE_KEYS, *written}
+    if known.intersection(REASONING):
+        known.update(REASONING)  # a message's reasoning goes in under each of these names
+    ours = read_row(text, columns)
+    for name in _WITH_MESSAGES.intersection(names):
+        value = ours.get(name)
+        for message in value if isinstance(value, list) else [value]:
+            if isinstance(message, dict):
+                there = (key for key, value in message.items() if value is not None)
+                yield from (f"{name}.{key}" for key in there if key not in known)
 
 
 def describe_unread(counts: Mapping[str, int]) -> str:

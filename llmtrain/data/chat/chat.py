@@ -65,6 +65,22 @@ def split(messages: Sequence[Message], fits: Callable[[list[int]], bool]) -> lis
     return [*pieces, [*front, *piece]]
 
 
+def truncate_pair(
+    halves: Sequence[mask.TokenSequence], seq_len: int, *, apart: bool
+) -> list[mask.TokenSequence] | None:
+    """Return both halves of a pair, cut at their ends; None if one keeps no trained token.
+
+    A half has the room that the other one leaves in a block, and half of the block in any case. So
+    the longer answer is cut first, and prompts are never cut.
+
+    apart: whether a half may have half of the block at most
+    """
+    sizes = [max(seq_len // 2, 0 if apart else seq_len - len(one.ids)) for one in halves[::-1]]
+    cut = [truncate(one, size) for one, size in zip(halves, sizes, strict=True)]
+    kept = [one for one in cut if one is not None]
+    return kept if len(kept) == len(cut) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What decides the ids and the mask of a row, besides the tokenizer and its template.
@@ -80,7 +96,7 @@ class Settings:
 
     template_kwargs: JsonMapping
     train_turns: Literal["all", "last"]
-    too_long: Literal["error", "truncate", "split"]
+    too_long: Literal["error", "drop", "truncate", "split"]
     rewritten_history: Literal["split", "last", "error"]
     control_tokens: Literal["text", "error"]
     end_of_turn: str | Sequence[str]
@@ -93,6 +109,7 @@ class EncodedChat:
 
     counts: `sequences`, `ids` and `trained` (ids) in all of them · `longest_ids`, in the longest
         (of each piece, if the row was split): ids ÷ longest_ids is what rewriting costs ·
+        `too_long`, 1 if the row was left out for its length ·
         `rewritten` groups of turns beyond the last · `straddles`, turns encoded in two pieces ·
         `truncated` sequences · `dropped` sequences, without a trained id once truncated · `split`
         pieces of a row that was too long · `untrained`, 1 if the row has no turn to train
@@ -166,11 +183,13 @@ class Chat:
         messages, tools = self._mark_control(messages, tools, prompt=True)
         return self._encoder.encode(self.render(messages, tools, True) + self._end.lead).ids
 
-    def sequences(self, example: Example) -> EncodedChat:
+    def sequences(self, example: Example, *, of_any_length: bool = False) -> EncodedChat:
         """Return what is trained of a row.
 
         Each span of trained ids is an answer and the token that ends its turn. Before it are the
         ids that inference feeds. Raises BadRowError.
+
+        of_any_length: whether `chat.too_long` is left to the caller
         """
         counts: Counter[str] = Counter()
         try:
@@ -179,9 +198,13 @@ class Chat:
                 whole = self._of_messages(example, counts)
             elif not example.untrained:
                 whole = [self._of_strings(*example.text, counts)]
-            pieces = [self._shorten(piece, counts) for piece in whole]
+            pieces = [
+                [*piece] if of_any_length else self._shorten(piece, counts) for piece in whole
+            ]
         except RecursionError:
             raise BadRowError("json", "its tools or tool calls are nested too deeply") from None
+        if counts["too_long"]:
+            return EncodedChat((), {"too_long": 1})
         sequences = tuple(one for piece in pieces for one in piece)
         counts["untrained"] += not pieces
         counts["sequences"] = len(sequences)
@@ -189,6 +212,30 @@ class Chat:
         counts["trained"] = sum(sum(one.trained) for one in sequences)
         counts["longest_ids"] = sum(max((len(one.ids) for one in p), default=0) for p in pieces)
         return EncodedChat(sequences, +counts)
+
+    def behind_one_prompt(
+        self, halves: Sequence[mask.TokenSequence]
+    ) -> Sequence[mask.TokenSequence]:
+        """Return both halves of a pair, trained from the end of the prompt that they share.
+
+        What the template puts before an answer is context only if it does so in both: reasoning in
+        one of them takes the place of it. Raises BadRowError for prompts with different ids.
+        """
+        firsts = [one.trained.index(True) for one in halves]
+        first = min(firsts)
+        if halves[0].ids[:first] != halves[1].ids[:first]:
+            raise BadRowError("prompt", "its two answers do not have the same prompt before them")
+        if firsts[0] == firsts[1]:
+            return halves
+        lead = self._encoder.encode(self._end.lead).ids
+        return [
+            mask.TokenSequence(
+                one.ids, [n >= first and (n < own or t) for n, t in enumerate(one.trained)]
+            )
+            if one.ids[first:own] == lead
+            else one
+            for one, own in zip(halves, firsts, strict=True)
+        ]
 
     def probe(self) -> str:
         """Digest of the ids and masks of made-up conversations: equal if the data would be.
@@ -370,7 +417,10 @@ class Chat:
             if len(one.ids) > self.seq_len:
                 if self.settings.too_long == "error":
                     why = f"{len(one.ids):,} tokens, at most {self.seq_len:,} (data.seq_len); "
-                    raise BadRowError("too_long", why + "chat.too_long=truncate or split")
+                    raise BadRowError("too_long", why + "chat.too_long=drop, truncate or split")
+                if self.settings.too_long == "drop":
+                    counts["too_long"] = 1
+                    return []
                 short = truncate(one, self.seq_len)
                 counts["dropped" if short is None else "truncated"] += 1
             if short is not None:

@@ -8,25 +8,36 @@ columns of a parquet row as one JSON object (`as_text`). `to_example` makes a co
     prompt_completion   {"prompt": "Hi?", "completion": "Yes."}, or both lists of messages
     alpaca              {"instruction": "Say yes.", "input": "", "output": "Yes."}
 
+Pairs of answers, and answers with a label, are read by `pairs.py`; which columns they have stands
+here, beside those of conversations:
+
+    pairs               {"prompt": …, "chosen": …, "rejected": …}, or whole conversations
+    pairs_sharegpt      {"conversations": […], "chosen": {"from": "gpt", …}, "rejected": {…}}
+    pairs_alpaca        {"instruction": …, "input": …, "chosen": …, "rejected": …}
+    pairs_openai        {"input": {"messages": […]}, "preferred_output": […], …}
+    feedback            a conversation of any form, and its "label"
+
 The text has the source's own column names. `columns` (`data.sources.N.columns`) maps our names to
 these wherever they differ.
 
 What a row excludes from training is context: `train: false` or `weight: 0`, of a message or of the
 row. Rows with the judgement of an answer (`label`, `chosen` beside `rejected` …) are no rows of
-conversations, since their bad answers would be trained like the good ones.
+conversations, since their bad answers would be trained like the good ones: they need a run with
+`preference.loss`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from llmtrain.config.binding import Answers
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -34,14 +45,22 @@ Message = JsonObject
 
 READING = 2  # of rows: runs that began with another one continue with it
 FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
+PAIR_FORMS = ("pairs_openai", "pairs_sharegpt", "pairs_alpaca", "pairs")  # the first that fits
+FEEDBACK = "feedback"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an answer's reasoning
-# Form → the columns that every row of it has, in our names.
+# Form → the columns that every row of it has, in our names. Feedback has those of a conversation,
+# too: see `needed_columns`.
 NEEDED = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "pairs_openai": ("input", "preferred_output", "non_preferred_output"),
+    "pairs_sharegpt": ("conversations", "chosen", "rejected"),
+    "pairs_alpaca": ("instruction", "chosen", "rejected"),
+    "pairs": ("chosen", "rejected"),
+    FEEDBACK: ("label",),
 }
 _ANY_FORM = ("tools", "functions", "system", "system_prompt", "train", "weight")
 _OPTIONAL = {
@@ -49,11 +68,17 @@ _OPTIONAL = {
     "conversations": _ANY_FORM,
     "prompt_completion": _ANY_FORM,
     "alpaca": ("input", "history", *_ANY_FORM),
+    "pairs_openai": _ANY_FORM,
+    "pairs_sharegpt": _ANY_FORM,
+    "pairs_alpaca": ("input", "history", *_ANY_FORM),
+    "pairs": ("prompt", *_ANY_FORM),
+    FEEDBACK: (*chain(*(NEEDED[form] for form in FORMS)), "input", "history", *_ANY_FORM),
 }
 _NAMES = frozenset(chain(*NEEDED.values(), *_OPTIONAL.values()))
 _SINCE_2 = ("history", "functions", "system_prompt", "weight")
 # Names under which other programs judge the answers of a row: these are no examples to follow.
-JUDGEMENTS = ("label", "kto_tag", "chosen", "rejected", "preferred_output", "non_preferred_output")
+KTO_TAG = "kto_tag"  # LLaMA-Factory's name of `label`
+JUDGEMENTS = ("label", KTO_TAG, "chosen", "rejected", "preferred_output", "non_preferred_output")
 _PAIRS = ({"chosen", "rejected"}, {"preferred_output"}, {"non_preferred_output"})
 # Names under which other programs say what is trained on, in ways that are not read here.
 MASKS = (
@@ -61,7 +86,7 @@ MASKS = (
     *("training", "training_detail", "train_detail", "train_on_turn"),
 )
 # Keys of a message that are read here, and not only by the template.
-_MESSAGE_KEYS = (
+MESSAGE_KEYS = (
     "role",
     "content",
     "from",
@@ -77,7 +102,8 @@ _SHAREGPT = {
     "function_call": "assistant",
     "observation": "tool",
 }
-_WRITTEN = {"true": True, "false": False, "True": True, "False": False, "0": 0, "1": 1}
+# A boolean as a table of CSV has it.
+WRITTEN = {"true": True, "false": False, "True": True, "False": False, "0": 0, "1": 1}
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no tokenizer accepts
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _SAME: Mapping[str, str] = MappingProxyType({})  # every column has our name
@@ -159,24 +185,51 @@ def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) ->
     return tuple(ours.get(name, name) for name in names if name not in hidden)
 
 
-def form_of(columns: Iterable[str], key: str, named: Mapping[str, str] = _SAME) -> str | None:
+def form_of(
+    columns: Iterable[str],
+    key: str,
+    named: Mapping[str, str] = _SAME,
+    answers: Answers | None = None,
+) -> str | None:
     """Return the form of a source with these columns (our names), or None if it has no form.
 
     key: the config key of `columns`, for the message
     named: its value, our names → the source's
+    answers: what the run trains on; forms of that alone are looked for. None = conversations
     Raises PreferenceDataError for columns that judge the answers, see `refused_columns`.
     """
     names = set(columns)
-    form = next((one for one in FORMS if names.issuperset(NEEDED[one])), None)
+    forms = {None: FORMS, "pairs": PAIR_FORMS, "feedback": (FEEDBACK,)}[answers]
+    form = next((one for one in forms if names.issuperset(needed_columns(one, names))), None)
     if form is not None:
         if problem := refused_columns(form, names, key, named):
             raise PreferenceDataError(problem)
-    elif any(pair <= names for pair in _PAIRS):
+    elif answers is None and any(pair <= names for pair in _PAIRS):
         expected = "messages, conversations, prompt and completion, or instruction and output"
-        remedy = "preference data is not trained here; export, then trl"
         pair = ", ".join(name for name in JUDGEMENTS if name in names)
+        remedy = "preference.loss=dpo, which trains on pairs of answers"
         raise PreferenceDataError(Problem(key, pair, expected, remedy))
     return form
+
+
+def answers_of(form: str | None) -> Answers | None:
+    """Return what rows of a form are: pairs, feedback, or None for conversations and texts."""
+    return "feedback" if form == FEEDBACK else "pairs" if form in PAIR_FORMS else None
+
+
+def needed_columns(form: str, names: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that rows of a form need, in our names.
+
+    names: the columns that there are; feedback needs those of the conversation that it has
+    """
+    if form != FEEDBACK:
+        return NEEDED[form]
+    return (*NEEDED[chat_form(names) or FORMS[0]], *NEEDED[form])
+
+
+def chat_form(names: Collection[str]) -> str | None:
+    """Return the first form of conversations whose columns are among these names."""
+    return next((one for one in FORMS if set(names).issuperset(NEEDED[one])), None)
 
 
 def refused_columns(
@@ -189,14 +242,19 @@ def refused_columns(
     """
     if is_named(form, named):
         return None
-    own = ", ".join(f"{name}: {named.get(name, name)}" for name in NEEDED[form])
-    if judgements := [name for name in JUDGEMENTS if name in columns]:
+    needed = needed_columns(form, columns)
+    own = ", ".join(f"{name}: {named.get(name, name)}" for name in needed)
+    judgements = [name for name in JUDGEMENTS if name in columns]
+    if judgements and answers_of(form) is None:
         expected = (
             "conversations without a judgement: such rows are feedback or preference pairs, and "
             "their bad answers would be trained like the good ones"
         )
-        remedy = f"keep the good answers and drop these columns; to train all: {key}={{{own}}}"
-        return Problem(key, ", ".join(judgements), expected, remedy)
+        loss = "dpo" if any(pair <= set(columns) for pair in _PAIRS) else "kto"
+        ways = f"preference.loss={loss}, or keep the good answers and drop these columns"
+        return Problem(
+            key, ", ".join(judgements), expected, f"{ways}; to train all: {key}={{{own}}}"
+        )
     if masks := [name for name in columns if name.lower() in MASKS]:
         expected = "conversations without a column that may say what is trained of them"
         remedy = f"write `train: true` or `false` in the rows; to train all: {key}={{{own}}}"
@@ -206,13 +264,7 @@ def refused_columns(
 
 def is_named(form: str, named: Collection[str]) -> bool:
     """Return whether `columns` names all columns of a form."""
-    return set(named).issuperset(NEEDED[form])
-
-
-def columns_of(form: str, available: Iterable[str]) -> tuple[str, ...]:
-    """Return the columns of a form that a source has, both in our names."""
-    names = set(available)
-    return tuple(name for name in (*NEEDED[form], *_OPTIONAL[form]) if name in names)
+    return set(named).issuperset(needed_columns(form, named))
 
 
 def columns_of_form(form: str, reading: int = READING) -> tuple[str, ...]:
@@ -233,7 +285,7 @@ def as_text(row: JsonMapping) -> str:
 
     Parquet gives every struct every field, so a field that is None was not there.
     """
-    return json.dumps(_without_none(row), ensure_ascii=False, default=str)
+    return json.dumps(without_none(row), ensure_ascii=False, default=str)
 
 
 def to_example(
@@ -247,71 +299,63 @@ def to_example(
         judgements and masks were refused
     Raises BadRowError.
     """
-    row = _our_row(_object(text), columns)
+    row = read_row(text, columns)
     if reading == 1:
         row = {key: value for key, value in row.items() if key not in _SINCE_2}
     elif not is_named(form, columns):
         if judgements := [name for name in JUDGEMENTS if row.get(name) is not None]:
             why = f"it has {', '.join(judgements)}: feedback and pairs are not trained as chat"
             raise BadRowError("judgement", why)
-        _refuse_masks(row, "the row")
-    example = _parse(row, form, reading)
-    if row.get("train") is not False if reading == 1 else _is_trained(row):
-        return example
-    return replace(example, untrained=frozenset(range(max(len(example.messages), 1))))
+        refuse_masks(row, "the row")
+    return parse(row, form, reading)
 
 
-def unread_keys(
-    text: str, form: str, columns: Mapping[str, str], written: Collection[str]
-) -> Iterator[str]:
-    """Yield the keys of a row that nobody reads; those of its messages as `messages.KEY`.
+def read_row(text: str, columns: Mapping[str, str] = _SAME) -> JsonObject:
+    """Return a row under our names; a column that has another of our names has that one alone.
 
-    text, form, columns: as for `to_example`
-    written: the names that the chat template reads
+    text, columns: as for `to_example`
     Raises BadRowError for a row that is no object.
     """
-    row = _object(text)
-    read = {columns.get(name, name) for name in columns_of_form(form)}
-    yield from (key for key, value in row.items() if key not in read and value is not None)
-    known = {*_MESSAGE_KEYS, *written}
-    if known.intersection(REASONING):
-        known.update(REASONING)  # a message's reasoning goes in under each of these names
-    ours = _our_row(row, columns)
-    for name in NEEDED[form]:
-        messages = ours.get(name)
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, dict):
-                there = (key for key, value in message.items() if value is not None)
-                yield from (f"{name}.{key}" for key in there if key not in known)
-
-
-def _our_row(row: JsonMapping, columns: Mapping[str, str]) -> JsonObject:
-    """Return a row under our names; a column that has another of our names has that one alone."""
+    try:
+        row = _load(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError("json", f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadRowError("json", f"{show(row)}, not an object")
     theirs = set(columns.values()) - set(columns)
     ours = {ours: row.get(theirs) for ours, theirs in columns.items()}
     return {**{key: value for key, value in row.items() if key not in theirs}, **ours}
 
 
-def _refuse_masks(named: JsonMapping, what: str, *more: str) -> None:
+def refuse_masks(named: JsonMapping, what: str, *more: str) -> None:
+    """Raise BadRowError for keys that may say what is trained, in ways that are not read here."""
     for name, value in named.items():
         if name.lower() in (*MASKS, *more) and value is not None:
             why = f"{what} has the key {name!r}, which may say what is trained; "
             raise BadRowError("mask", f"{why}write `train: true` or `false`, or remove it")
 
 
+def parse(row: JsonObject, form: str, reading: int = READING) -> Example:
+    """Return the conversation of a row under our names. Raises BadRowError."""
+    example = _parse(row, form, reading)
+    if row.get("train") is not False if reading == 1 else _is_trained(row):
+        return example
+    return replace(example, untrained=frozenset(range(max(len(example.messages), 1))))
+
+
 def _parse(row: JsonMapping, form: str, reading: int) -> Example:
     match form:
         case "messages":
-            return _conversation(row, _list(row, "messages"), reading)
+            return _conversation(row, list_of(row, "messages"), reading)
         case "conversations":
-            said = [_of_sharegpt(one) for one in _list(row, "conversations")]
+            said = [of_sharegpt(one) for one in list_of(row, "conversations")]
             return _conversation(row, said, reading)
         case "prompt_completion":
             prompt, completion = row.get("prompt"), row.get("completion")
             if isinstance(prompt, list) and isinstance(completion, list):
                 return _conversation(row, [*prompt, *completion], reading, prompts=len(prompt))
             if not isinstance(prompt, str) or not isinstance(completion, str):
-                both = f"prompt is {_show(prompt)} and completion is {_show(completion)}"
+                both = f"prompt is {show(prompt)} and completion is {show(completion)}"
                 expected = "both must be strings, or both lists of messages"
                 raise BadRowError("prompt", f"{both}; {expected}")
             if not completion.strip():
@@ -321,7 +365,7 @@ def _parse(row: JsonMapping, form: str, reading: int) -> Example:
                     raise BadRowError("prompt", f"{name!r} beside a prompt that is a string")
             return Example((), None, (prompt, completion))
         case "alpaca":
-            return _conversation(row, _of_alpaca(row, reading), reading)
+            return _conversation(row, of_alpaca(row, reading), reading)
     raise AssertionError(form)
 
 
@@ -345,7 +389,7 @@ def _conversation(
         raise BadRowError("system", "its system column differs from its first message")
     # What the arguments of a call mean, which may be a string of JSON.
     messages = [
-        _with_arguments(one, lambda given: _parse_json(given, "arguments") if given else {})
+        _with_arguments(one, lambda given: parse_json(given, "arguments") if given else {})
         for one in written
     ]
     answers = (one for one in messages if one["role"] == "assistant")
@@ -365,28 +409,28 @@ def _one_of(row: JsonMapping, name: str, other: str) -> object:
 
 def _message(raw: object, reading: int) -> Message:
     if not isinstance(raw, dict):
-        raise BadRowError("messages", f"a message is {_show(raw)}, not an object")
+        raise BadRowError("messages", f"a message is {show(raw)}, not an object")
     message = {name: value for name, value in raw.items() if value is not None}
     if reading > 1:
-        _refuse_masks(message, "a message", "label")
+        refuse_masks(message, "a message", "label")
     if reading > 1 and message.get("role") == "function":  # OpenAI's older name
         message["role"] = "tool"
     role = message.get("role")
     if role not in ROLES:
-        raise BadRowError("role", f"role {_show(role)}; allowed {', '.join(ROLES)}")
+        raise BadRowError("role", f"role {show(role)}; allowed {', '.join(ROLES)}")
     for name in REASONING:
         if not isinstance(message.get(name, ""), str):
-            raise BadRowError("content", f"{name} is {_show(message[name])}, not a string")
-    calls = _parse_json(message.pop("tool_calls", None), "tool_calls")
+            raise BadRowError("content", f"{name} is {show(message[name])}, not a string")
+    calls = parse_json(message.pop("tool_calls", None), "tool_calls")
     call = None
     if reading > 1:  # OpenAI's older form
-        call = _parse_json(message.pop("function_call", None), "function_call")
+        call = parse_json(message.pop("function_call", None), "function_call")
     if call and calls:
         raise BadRowError("tool_calls", "a message has both tool_calls and function_call")
     calls = calls or ([{"function": call}] if call else None)
     if calls:
         if not isinstance(calls, list):
-            raise BadRowError("tool_calls", f"tool_calls is {_show(calls)}, not a list")
+            raise BadRowError("tool_calls", f"tool_calls is {show(calls)}, not a list")
         message["tool_calls"] = [_call(one) for one in calls]
     message["content"] = _content(message.get("content", "" if calls else None), role)
     return message
@@ -396,13 +440,13 @@ def _content(raw: object, role: str) -> str:
     if isinstance(raw, str):
         return raw
     if not isinstance(raw, list):
-        raise BadRowError("content", f"the content of a message ({role}) is {_show(raw)}")
+        raise BadRowError("content", f"the content of a message ({role}) is {show(raw)}")
     texts = []
     for part in raw:
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"
         text = part.get("text") if is_text else part
         if not isinstance(text, str):
-            why = f"a part of a message is {_show(part)}; only text is trained"
+            why = f"a part of a message is {show(part)}; only text is trained"
             raise BadRowError("content", why)
         texts.append(text)
     return "".join(texts)
@@ -412,7 +456,7 @@ def _call(raw: Any) -> JsonObject:
     function = raw.get("function", raw) if isinstance(raw, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise BadRowError("tool_calls", f"a tool call has no name: {_show(raw)}")
+        raise BadRowError("tool_calls", f"a tool call has no name: {show(raw)}")
     arguments = function.get("arguments")
     given = arguments if isinstance(arguments, str) else arguments or {}
     rest = {} if function is raw else {k: v for k, v in raw.items() if v is not None}
@@ -433,13 +477,13 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
 
 def _tools(row: JsonMapping) -> list[JsonObject] | None:
     """Return the functions that may be called; OpenAI's older form has them without a type."""
-    given = _parse_json(_one_of(row, "tools", "functions"), "tools")
+    given = parse_json(_one_of(row, "tools", "functions"), "tools")
     if not given:
         return None
-    tools = [_parse_json(one, "tools") for one in given] if isinstance(given, list) else [given]
+    tools = [parse_json(one, "tools") for one in given] if isinstance(given, list) else [given]
     for one in tools:
         if not isinstance(one, dict):
-            raise BadRowError("tools", f"a tool is {_show(one)}, not an object")
+            raise BadRowError("tools", f"a tool is {show(one)}, not an object")
     if row.get("tools"):
         return tools
     return [
@@ -448,7 +492,8 @@ def _tools(row: JsonMapping) -> list[JsonObject] | None:
     ]
 
 
-def _of_sharegpt(raw: object) -> object:
+def of_sharegpt(raw: object) -> object:
+    """Return a message of ShareGPT with role and content; what is no object as it is."""
     if not isinstance(raw, dict):
         return raw
     said = raw.get("from", raw.get("role"))
@@ -457,26 +502,27 @@ def _of_sharegpt(raw: object) -> object:
     rest = {k: v for k, v in raw.items() if k not in ("from", "value")}
     if said != "function_call":
         return {**rest, "role": role, "content": value}
-    calls = _parse_json(value, "tool_calls")
+    calls = parse_json(value, "tool_calls")
     return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _of_alpaca(row: JsonMapping, reading: int) -> list[Message]:
+def of_alpaca(row: JsonMapping, reading: int = READING) -> list[Message]:
+    """Return the messages of a row of alpaca. Raises BadRowError."""
     instruction, given = row.get("instruction"), row.get("input")
     if not isinstance(instruction, str):
-        raise BadRowError("content", f"instruction is {_show(instruction)}")
+        raise BadRowError("content", f"instruction is {show(instruction)}")
     if given is not None and not isinstance(given, str):
-        raise BadRowError("content", f"input is {_show(given)}")
-    pairs = _parse_json(row.get("history"), "history") or []
+        raise BadRowError("content", f"input is {show(given)}")
+    pairs = parse_json(row.get("history"), "history") or []
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
-        raise BadRowError("history", f"history is {_show(pairs)}, not pairs of question and answer")
+        raise BadRowError("history", f"history is {show(pairs)}, not pairs of question and answer")
     asked = f"{instruction}\n\n{given}" if given else instruction
     if isinstance(row.get("output"), list) and reading > 1:
         why = "output is a list: answers of which one is better are not trained as chat"
         raise BadRowError("judgement", why)
     for text in chain.from_iterable(pairs):
         if not isinstance(text, str):
-            raise BadRowError("history", f"history has {_show(text)}, not a string")
+            raise BadRowError("history", f"history has {show(text)}, not a string")
     return [
         {"role": role, "content": text}
         for pair in [*pairs, (asked, row.get("output"))]
@@ -491,45 +537,36 @@ def _is_trained(named: JsonObject, reading: int = READING) -> bool:
     """
     train, weight = named.pop("train", None), named.pop("weight", None) if reading > 1 else None
     if reading > 1:
-        train, weight = (_WRITTEN.get(v, v) if isinstance(v, str) else v for v in (train, weight))
+        train, weight = (WRITTEN.get(v, v) if isinstance(v, str) else v for v in (train, weight))
     if train is not None and not isinstance(train, bool):
-        raise BadRowError("train", f"train is {_show(train)}, not true or false")
+        raise BadRowError("train", f"train is {show(train)}, not true or false")
     if weight is not None and weight not in (0, 1):
-        why = f"weight is {_show(weight)}; only 0 (context) and 1 (trained) are known here"
+        why = f"weight is {show(weight)}; only 0 (context) and 1 (trained) are known here"
         raise BadRowError("weight", why)
     return train is not False and weight != 0
 
 
-def _list(row: JsonMapping, name: str) -> list[object]:
-    found = _parse_json(row.get(name), name)
+def list_of(row: JsonMapping, name: str) -> list[object]:
+    """Return the list in a column. Raises BadRowError."""
+    found = parse_json(row.get(name), name)
     if isinstance(found, dict) and found and all(isinstance(v, list) for v in found.values()):
         # A list of structs, as older releases of `datasets` store it: a struct of lists.
         with suppress(ValueError):
             lines = list(zip(*found.values(), strict=True))
             return [dict(zip(found, line, strict=True)) for line in lines]
     if not isinstance(found, list):
-        raise BadRowError("messages", f"{name} is {_show(found)}, not a list")
+        raise BadRowError("messages", f"{name} is {show(found)}, not a list")
     return found
 
 
-def _object(text: str) -> JsonObject:
-    try:
-        row = _load(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRowError("json", f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise BadRowError("json", f"{_show(row)}, not an object")
-    return row
-
-
-def _parse_json(value: object, name: str) -> Any:
+def parse_json(value: object, name: str) -> Any:
     """Return what a string of JSON means, and any other value as it is."""
     if not isinstance(value, str):
         return value
     try:
         return _load(value) if value.strip() else None
     except (ValueError, RecursionError):
-        raise BadRowError(name, f"{name} is a string that is not JSON: {_show(value)}") from None
+        raise BadRowError(name, f"{name} is a string that is not JSON: {show(value)}") from None
 
 
 def _load(text: str) -> Any:
@@ -540,13 +577,14 @@ def _load(text: str) -> Any:
     return value
 
 
-def _without_none(value: object) -> object:
+def without_none(value: object) -> Any:
+    """Return a value without the fields that are None, at any depth."""
     if isinstance(value, Mapping):
-        return {k: _without_none(one) for k, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list) else value
+        return {k: without_none(one) for k, one in value.items() if one is not None}
+    return [without_none(one) for one in value] if isinstance(value, list) else value
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """Return a value as a message shows it."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -25,8 +24,8 @@ from llmtrain.data.manifest import DataManifest
 from llmtrain.data.remote.fetch import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.tokens import tokenizer as tokenizers
-from llmtrain.data.tokens.encode import DocumentEncoder, Encoded, chat_facts, settings_of
-from llmtrain.errors import UserError
+from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, settings_of
+from llmtrain.errors import UserError, raise_any
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config
 from llmtrain.model.tokenizer import add_template, save_tokenizer, special_tokens
@@ -115,7 +114,11 @@ def write_data(
         if end.get("header"):
             said = "the template puts %r before an answer: it is trained like the answer"
             _log.info(said, end["header"])
-        encoder = DocumentEncoder(tokenizer, chat)
+        why = _why_apart(config, place, base) if config.data.packing == "auto" else ""
+        apart = bool(why) or config.data.packing == "single"
+        if apart and found.settings.answers:
+            raise_any(survey.uneven(config.data.seq_len))
+        encoder = DocumentEncoder(tokenizer, chat, apart)
         rows = first_rows.check_first_rows(found, encoder)
         # Name what the rows of conversations have and nobody reads, once for a run.
         reader = Reader(found.reading)
@@ -130,28 +133,20 @@ def write_data(
                 "the first conversation, trained in ⟦⟧: %s",
                 first_rows.with_marks(rows[0], tokenizer),
             )
-        if config.data.packing == "auto":
-            apart = _need_blocks_of_their_own(config, place, base, rows)
+        if why:
+            filled = 100 * first_rows.share_filled(rows, config.data.seq_len)
+            said = "packing: single, as %s; conversations fill %.0f %% of a block, and rows are cut"
+            _log.info(f"{said} to the longest of a micro-batch", why, filled)
     manifest = survey.freeze(found, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
-def _need_blocks_of_their_own(
-    config: Config, tokenizer: Path, base: Base | None, rows: Sequence[Encoded]
-) -> bool:
-    """Return whether the model cannot hide conversations from each other, and say so.
-
-    rows: the first ones
-    """
+def _why_apart(config: Config, tokenizer: Path, base: Base | None) -> str:
+    """Return why the model cannot hide conversations from each other; "" if it can."""
     if base is None and config.model.from_ is not None:
         base = find_base(config.model)
     seq_len = config.data.seq_len
-    described = model_config(config.model, special_tokens(tokenizer), seq_len, base)
-    if why := why_apart(described, seq_len):
-        filled = 100 * first_rows.share_filled(rows, seq_len)
-        said = "packing: single, as %s; conversations fill %.0f %% of a block, and rows are cut to"
-        _log.info(f"{said} the longest of a micro-batch", why, filled)
-    return bool(why)
+    return why_apart(model_config(config.model, special_tokens(tokenizer), seq_len, base), seq_len)
 
 
 def _open_chat(

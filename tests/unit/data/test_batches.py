@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ BEHIND = (Cursor(1, 2, 3, 4),)
 
 
 def manifest(document_mask):
-    names = {"document_mask": document_mask, "hides_documents": document_mask}
+    names = {"document_mask": document_mask, "hides_documents": document_mask, "answers": None}
     return SimpleNamespace(seq_len=4, lanes=5, labels=("a", "b"), **names)
 
 
@@ -84,10 +85,6 @@ def test_blocks_of_a_source_with_nothing_to_train_are_counted_and_padding_is_not
 def test_the_cursors_are_those_behind_the_last_block_of_each_lane():
     later = (Cursor(9, 9, 9, 9),)
     blocks = [block([1] * 5, [0]) for _ in range(6)]
-    made = batch(*blocks[:-1], Block(*vars_of(blocks[-1]), later), first=3, step=1)
+    made = batch(*blocks[:-1], replace(blocks[-1], cursors=later), first=3, step=1)
     assert made.cursors == {0: BEHIND, 1: BEHIND, 2: BEHIND, 3: later, 4: BEHIND}
     assert (made.first_block, made.wait_seconds, made.ended) == (6, 0.5, False)
-
-
-def vars_of(one):
-    return [getattr(one, name) for name in Block.__slots__[:-1]]

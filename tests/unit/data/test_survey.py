@@ -360,7 +360,7 @@ def test_a_name_that_is_none_of_ours_is_refused_with_ours(write):
     said = refusal({"path": str(write(QUESTIONS)), "columns": columns})
     assert said.startswith("1 problem")
     assert "data.sources.0.columns = reply" in said
-    assert "our names (completion, conversations, " in said
+    assert "our names (chosen, completion, " in said
     assert "each with the source's column" in said
 
 
@@ -385,7 +385,7 @@ def test_preference_pairs_are_refused_by_their_source(write):
     said = refusal(write(corpus.articles(20), "text"), write(PAIRS))
     assert said.startswith("1 problem")
     assert "data.sources.1.columns = chosen, rejected" in said
-    assert "preference data is not trained here; export, then trl" in said
+    assert "preference.loss=dpo, which trains on pairs of answers" in said
 
 
 def test_a_file_of_another_form_than_the_first_is_refused(tmp_path):

@@ -9,7 +9,6 @@ from llmtrain.data.chat.rows import (
     BadRowError,
     Example,
     as_text,
-    columns_of,
     form_of,
     our_names,
     to_example,
@@ -57,13 +56,6 @@ def test_columns_are_read_under_our_names():
     assert found.text == ("Hi?", "Yes.")
     with pytest.raises(UserError, match=r"data\.sources\.0\.columns = question"):
         our_names(["prompt"], {"prompt": "question"}, KEY)
-
-
-def test_optional_columns_are_read_where_they_are():
-    assert columns_of("messages", ["tools", "messages", "x", "input"]) == ("messages", "tools")
-    assert columns_of("alpaca", ["output", "input", "instruction", "system"]) == (
-        *("instruction", "output", "input", "system"),
-    )
 
 
 def test_a_parquet_row_has_only_the_fields_that_are_not_null():
@@ -208,7 +200,7 @@ def test_a_row_that_is_too_long_is_bad(directory):
         sequences(directory, LONG, size - 1)
     assert error.value.key == "too_long"
     assert str(error.value) == (
-        f"{size} tokens, at most {size - 1} (data.seq_len); chat.too_long=truncate or split"
+        f"{size} tokens, at most {size - 1} (data.seq_len); chat.too_long=drop, truncate or split"
     )
 
 
