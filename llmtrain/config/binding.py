@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from llmtrain.config import schema
 from llmtrain.config.checks import evaluates
@@ -98,41 +98,30 @@ def bind(config: schema.Config) -> Bound:
     return Bound(values, binding, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-# What a run with `preference.loss` trains on.
-Answers = Literal["pairs", "feedback"]
-
-
 @dataclass(frozen=True, slots=True)
 class DataSettings:
     """The settings of a config that concern the data, computed once for a run.
 
     data: the section `data`
     chat: the section `chat`
+    preference: the section `preference`
     epochs: `training.epochs`
     evaluation: the sources to evaluate on, if any are named
     seed: of the order of documents
     timeout_minutes: after which other processes no longer wait for one
     accepted: keys or sections that may have changed
     values: the binding values that decide the blocks and what is held out
-    loss: `preference.loss`
     """
 
     data: schema.DataConfig
     chat: schema.ChatConfig
+    preference: schema.PreferenceConfig
     epochs: float | None
     evaluation: tuple[schema.DocumentsConfig, ...]
     seed: int
     timeout_minutes: float
     accepted: tuple[str, ...]
     values: Mapping[str, object]
-    loss: schema.PreferenceLoss = "none"
-
-    @property
-    def answers(self) -> Answers | None:
-        """What the run trains on: pairs of answers, judged ones, or None for all else."""
-        if self.loss == "none":
-            return None
-        return "feedback" if self.loss == "kto" else "pairs"
 
 
 def data_settings(config: schema.Config) -> DataSettings:
@@ -140,13 +129,13 @@ def data_settings(config: schema.Config) -> DataSettings:
     return DataSettings(
         data=config.data,
         chat=config.chat,
+        preference=config.preference,
         epochs=config.training.epochs,
         evaluation=config.evaluation.sources,
         seed=config.run.seed,
         timeout_minutes=config.distributed.timeout_minutes,
         accepted=config.checkpoint.accept_changes,
         values={k: value for k, value in bind(config).binding.items() if k.startswith(_OF_DATA)},
-        loss=config.preference.loss,
     )
 
 

@@ -301,6 +301,9 @@ PreferenceLoss = Literal[
 ]
 
 
+Answers = Literal["pairs", "feedback"]  # what a run with `preference.loss` trains on
+
+
 class PreferenceConfig(Section):
     """Training on pairs of answers, of which one is preferred, or on answers that were judged."""
 
@@ -328,7 +331,7 @@ class PreferenceConfig(Section):
     """
 
     @property
-    def answers(self) -> Literal["pairs", "feedback"] | None:
+    def answers(self) -> Answers | None:
         """What the sources have: pairs of answers, or answers that were judged; None = neither."""
         if self.loss == "none":
             return None

@@ -79,8 +79,7 @@ def pairs_of(rows: Iterable[tuple[np.ndarray, np.ndarray, Sequence[PlacedPair]]]
     for number, (ids, labels, placed) in enumerate(rows):
         for pair in placed:
             numbers.append(number)
-            # The last id of a row is no input. A pair that ends with it has its labels before it.
-            borders.append((pair.begin, pair.second, min(pair.stop, len(labels))))
+            borders.append((pair.begin, pair.second, pair.stop))
             keys.append(_key(ids, labels, pair))
             desirable.append(pair.desirable)
     return Pairs(

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from llmtrain.config.binding import Answers, DataSettings, changes, way_out
-from llmtrain.config.schema import PackingName, SourceConfig
+from llmtrain.config.binding import DataSettings, changes, way_out
+from llmtrain.config.schema import Answers, PackingName, SourceConfig
 from llmtrain.data.chat.rows import READING, answers_of
 from llmtrain.data.sources import local
 from llmtrain.data.tokens.tokenizer import Backend

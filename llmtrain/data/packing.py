@@ -290,7 +290,9 @@ def _cut(window: Sequence[Document], size: int, *, alone: bool) -> list[list[_Pi
             pieces.append((number, first, length))
     if alone:
         return full + [[piece] for piece in pieces]
-    bins = fit([stop - first for _, first, stop in pieces], size)
+    # Each token of a text but the first is a target; of a pair, each is an input, too.
+    room = size - 1 if window and window[0].second else size
+    bins = fit([stop - first for _, first, stop in pieces], room)
     return full + [[pieces[index] for index in members] for members in bins]
 
 

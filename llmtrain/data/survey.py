@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmtrain import system
-from llmtrain.config.binding import EPOCHS, Answers, DataSettings, changes, refusals, way_out
-from llmtrain.config.schema import DataConfig, DocumentsConfig, PackingName, SourceConfig
+from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
+from llmtrain.config.schema import Answers, DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import file_parts, heldout
 from llmtrain.data.chat.pairs import examples
 from llmtrain.data.chat.rows import (
@@ -72,7 +72,7 @@ _WANTED: Mapping[Answers, str] = {
 
 def require_answers(source: Source, key: str, settings: DataSettings, reader: Reader) -> None:
     """Raise UserError if a run with `preference.loss` has a source of other rows than it takes."""
-    answers = settings.answers
+    answers = settings.preference.answers
     if answers is None or source.form is not None:
         return
     other: Answers = "pairs" if answers == "feedback" else "feedback"
@@ -88,14 +88,14 @@ def require_answers(source: Source, key: str, settings: DataSettings, reader: Re
         except PreferenceDataError:
             found = None
         what = "documents of text" if found is None else "conversations"
-    expected = f"{_WANTED[answers].format(settings.loss)}; these are {what}"
+    expected = f"{_WANTED[answers].format(settings.preference.loss)}; these are {what}"
     raise UserError(Problem(f"{key}.path", source.path, expected, remedy))
 
 
 def unfit_packing(settings: DataSettings, chat: bool) -> Iterator[Problem]:
     """Yield what of the packing does not go with conversations, or with pairs of answers."""
-    data, answers = settings.data, settings.answers
-    rows = f"preference.loss {settings.loss}" if answers else "conversations"
+    data, answers = settings.data, settings.preference.answers
+    rows = f"preference.loss {settings.preference.loss}" if answers else "conversations"
     if chat and data.packing == "concat":
         expected = f"bestfit, single or auto with {rows}: concat would cut them anywhere"
         also = "" if data.document_mask is not False else " with data.document_mask=auto"
@@ -330,10 +330,12 @@ def check(manifest: DataManifest, settings: DataSettings, encoder: DocumentEncod
     """
     changed = changes(manifest.made_with, values_now(manifest.made_with, settings))
     problems = refusals(changed, settings.accepted, "as when the run began")
-    if manifest.answers != settings.answers:
+    if manifest.answers != settings.preference.answers:
         was = {"pairs": "dpo, or another loss of pairs", "feedback": "kto", None: "none"}
         expected = f"{was[manifest.answers]}, as the run's data was read for"
-        problems.append(Problem("preference.loss", settings.loss, expected, "another run.dir"))
+        problems.append(
+            Problem("preference.loss", settings.preference.loss, expected, "another run.dir")
+        )
     problems += [*differing_tokenizer(manifest, encoder), *changed_files(manifest)]
     raise_any(problems)
 
@@ -466,7 +468,7 @@ def _draft(
         expected = "left out beside text_column: they name the columns of conversations"
         raise UserError(Problem(f"{key}.columns", configured.columns, expected))
     if not asks_text and not source.cached:
-        source = with_form(source, key, reader, settings.answers)
+        source = with_form(source, key, reader, settings.preference.answers)
     require_answers(source, key, settings, reader)
     parts, columns = file_parts.inspect(source, key, reader)
     if not parts:

@@ -37,7 +37,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from llmtrain.config.binding import Answers
+from llmtrain.config.schema import Answers
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import JsonMapping, JsonObject
 

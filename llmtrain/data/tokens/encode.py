@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llmtrain.config.binding import Answers
-from llmtrain.config.schema import ChatConfig
+from llmtrain.config.schema import Answers, ChatConfig
 from llmtrain.data.chat.chat import Chat, EncodedChat, Settings, truncate, truncate_pair
 from llmtrain.data.chat.mask import TokenSequence
 from llmtrain.data.chat.pairs import Judged, to_judged, to_pair

@@ -32,6 +32,7 @@ from llmtrain.model.tokenizer import add_template, save_tokenizer, special_token
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, STAGED, TOKENIZER, write_atomically
 from llmtrain.training.start.frozen import find_base
 from llmtrain.training.start.small_trials import why_apart
+from llmtrain.types import JsonMapping
 
 _log = logging.getLogger(__name__)
 
@@ -106,17 +107,10 @@ def write_data(
         place = directory / TOKENIZER
         tokenizer, chat = _open_chat(place, settings, config.data.seq_len, tokenizer)
         facts = chat_facts(chat)
-        # Log what the template puts between a prompt and an answer.
-        end = facts.end_of_turn or {}
-        if end.get("lead"):
-            said = "the template puts %r before an answer: it ends every prompt and is not trained"
-            _log.info(said, end["lead"])
-        if end.get("header"):
-            said = "the template puts %r before an answer: it is trained like the answer"
-            _log.info(said, end["header"])
+        _tell_of_template(facts.end_of_turn or {})
         why = _why_apart(config, place, base) if config.data.packing == "auto" else ""
         apart = bool(why) or config.data.packing == "single"
-        if apart and found.settings.answers:
+        if apart and found.settings.preference.answers:
             raise_any(survey.uneven(config.data.seq_len))
         encoder = DocumentEncoder(tokenizer, chat, apart)
         rows = first_rows.check_first_rows(found, encoder)
@@ -139,6 +133,16 @@ def write_data(
             _log.info(f"{said} to the longest of a micro-batch", why, filled)
     manifest = survey.freeze(found, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
+
+
+def _tell_of_template(end: JsonMapping) -> None:
+    """Log what the template puts between a prompt and an answer. end: `ChatFacts.end_of_turn`"""
+    if end.get("lead"):
+        said = "the template puts %r before an answer: it ends every prompt and is not trained"
+        _log.info(said, end["lead"])
+    if end.get("header"):
+        said = "the template puts %r before an answer: it is trained like the answer"
+        _log.info(said, end["header"])
 
 
 def _why_apart(config: Config, tokenizer: Path, base: Base | None) -> str:

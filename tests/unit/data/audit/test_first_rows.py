@@ -94,7 +94,10 @@ def test_each_kind_of_mistake_is_a_problem_of_its_own(refused):
     assert found.keys() == {"line 2", "line 3", "line 5"}
     assert "the content of a message (user) is null" in found["line 2"]
     assert "messages" in found["line 3"]
-    assert "tokens, at most 64 (data.seq_len); chat.too_long=drop, truncate or split" in found["line 5"]
+    assert (
+        "tokens, at most 64 (data.seq_len); chat.too_long=drop, truncate or split"
+        in found["line 5"]
+    )
 
 
 @pytest.mark.parametrize(
