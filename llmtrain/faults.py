@@ -53,6 +53,7 @@ POINTS = (
     "data.next",
     "worker.block",
     "lock.taken",
+    "reference.step",
     "load.scan",
     "load.verify",
     "load.read",

@@ -92,6 +92,12 @@ class Pairs:
     keys: np.ndarray
     desirable: np.ndarray
 
+    def of_blocks(self, first: int, stop: int) -> Pairs:
+        """Return the pairs of blocks first … stop − 1, whose numbers then begin with 0."""
+        low, high = self.rows.searchsorted((first, stop))
+        own = slice(int(low), int(high))
+        return Pairs(self.rows[own] - first, self.borders[own], self.keys[own], self.desirable[own])
+
 
 @dataclass(frozen=True, slots=True)
 class PairTensors:
@@ -447,6 +453,11 @@ class RankLayout:
         """Return which positions of a row it computes. width: of a row, a multiple of its parts"""
         share = width // self.sequence_size
         return slice(self.sequence_rank * share, (self.sequence_rank + 1) * share)
+
+    @property
+    def tells_pairs(self) -> bool:
+        """Whether it tells what is known of pairs, which is the same for all parts of a row."""
+        return self.tells_loss and self.sequence_rank == 0
 
 
 def rank_layout(rank: int, world_size: int, cut: ModelCut = WHOLE) -> RankLayout:

@@ -41,6 +41,8 @@ TRACKERS = "trackers.json"
 METRICS = "metrics.jsonl"
 CURSORS = "cursors.jsonl"
 HELDOUT = "eval.safetensors"
+REFERENCE, REFERENCE_PARTS = "reference.safetensors", "reference"
+TENSOR_FILE = ".safetensors"
 REPORT = "report.html"
 LOCK = "lock"
 SHARED = ".shared"  # one name, so that a killed start leaves at most one file
@@ -68,6 +70,8 @@ WORDS = {
     f"{LOGS}/rank-N.failed": "exit code and reason of a process that failed in the last start",
     CURSORS: "the position in the data at every save",
     HELDOUT: "the held-out documents as tokens",
+    REFERENCE: "log-probabilities of the run's pairs of answers by the weights that it began with",
+    f"{REFERENCE_PARTS}/": "what of them is computed so far, until the file is whole",
     "skipped-units.jsonl": "units of the data that `data.on_bad_unit: skip` left out",
     TRACKERS: "the run's ids in its trackers",
     f"{PROFILE}/": "traces of the steps of `logging.profile_steps`, one for each rank, and the "
@@ -82,9 +86,13 @@ _FOLDER, _FILE = "a directory", "a regular file"
 # For each row: a folder, a pattern of names in it, and what they must be if they exist.
 # `footers` is missing here, since data can be read without it.
 _KINDS = (
-    ("", r"checkpoints|logs|tokenizer|profile|staged(\.partial)?", _FOLDER),
+    ("", r"checkpoints|logs|tokenizer|profile|reference|staged(\.partial)?", _FOLDER),
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
-    ("", r"(metrics|cursors|skipped-units)\.jsonl|eval\.safetensors(\.partial)?", _FILE),
+    (
+        "",
+        r"(metrics|cursors|skipped-units)\.jsonl|(eval|reference)\.safetensors(\.partial)?",
+        _FILE,
+    ),
     ("", r"report\.html|lock|\.shared|STOP|SAVE", _FILE),
     ("logs", r"rank-\d+\.(log|failed(\.partial)?)|launcher\.log", _FILE),
     ("checkpoints", r"step-\d{8,18}(\.partial|(\.damaged|\.superseded)(-\d+)?)?", _FOLDER),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -26,10 +26,18 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.hashing import mix
 from llmtrain.model.attention import in_parts, on_device
 from llmtrain.model.compile import uncompiled
+from llmtrain.training.pairs import Scores, pair_parts, pair_result, pair_totals
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
-from llmtrain.training.step import flags, hide, padding_keywords, shown, target_keywords
-from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch, RankLayout, Sample
+from llmtrain.training.step import (
+    flags,
+    hide,
+    micro_batches,
+    padding_keywords,
+    shown,
+    target_keywords,
+)
+from llmtrain.types import NOT_TRAINED, Batch, Evaluation, MicroBatch, RankLayout, Sample
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -40,6 +48,8 @@ def evaluate(run: Run) -> Evaluation | None:
     """
     heldout, seq_len = run.data.heldout, run.config.data.seq_len
     assert heldout is not None, "due.evaluation is false where nothing is held out"
+    if run.data.manifest.answers:
+        return _evaluate_pairs(run, heldout)
     start = time.perf_counter()
     ranks, layout, size = run.ranks, run.layout, run.built.micro_batch_size
 
@@ -63,6 +73,53 @@ def evaluate(run: Run) -> Evaluation | None:
     total = reduce(torch.add, scored)
     told = total if layout.tells_loss else torch.zeros_like(total)
     evaluation = result(sum_over_ranks(told).tolist(), heldout)
+    return replace(evaluation, seconds=time.perf_counter() - start)
+
+
+def heldout_rounds(run: Run) -> Iterator[Batch]:
+    """Yield the held-out blocks of each round as a batch of one micro-batch."""
+    heldout, manifest, layout = run.data.heldout, run.data.manifest, run.layout
+    assert heldout is not None, "something is held out"
+    place, size = (layout.data_rank, layout.data_size), run.built.micro_batch_size
+    for blocks in rounds_of(heldout, manifest.seq_len, *place, size):
+        found = zip(*(heldout.block(g, manifest.seq_len) for g in blocks), strict=True)
+        ids, labels, starts = found
+        yield Batch(
+            ids=np.stack(ids),
+            labels=np.stack(labels),
+            trained_tokens=int((np.stack(labels) != NOT_TRAINED).sum()),
+            starts=tuple(starts) if manifest.hides_documents else None,
+            cursors={},
+            digest=0,
+            first_block=blocks[0] - layout.data_rank,
+            sources={},
+            counts={},
+            wait_seconds=0.0,
+            pairs=heldout.pairs_of(blocks, manifest.seq_len),
+        )
+
+
+def _evaluate_pairs(run: Run, heldout: HeldOut) -> Evaluation | None:
+    """Return what `evaluate` does, of pairs: all are scored, then their losses are computed."""
+    start = time.perf_counter()
+    scored: list[Scores] = []
+    with run.engine.evaluating():
+        for batch in heldout_rounds(run):
+            faults.hit("eval.batch", step=run.step)
+            system.beat("a batch of the evaluation")
+            if stops := agreed_stop(run.ranks, flags(run)):
+                run.due.ask(stops)
+                return None
+            (forward,) = micro_batches(run, batch)
+            assert batch.pairs is not None
+            blocks = (
+                batch.first_block + run.layout.data_rank + run.layout.data_size * batch.pairs.rows
+            )
+            parts = pair_parts(heldout, batch.pairs, blocks, run.config.data.seq_len)
+            scored.append(Scores(run.model(each=True, **forward), forward["pairs"], parts))
+    preference, told = run.config.preference, run.layout.tells_pairs
+    sums = pair_totals(scored, preference, run.device, max(1, len(heldout.parts)), told=told)
+    evaluation = pair_result(sums.tolist(), heldout)
     return replace(evaluation, seconds=time.perf_counter() - start)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmtrain import faults, system
+from llmtrain.data.batches import NO_PAIRS
 from llmtrain.distributed.engines import engine
 from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.ranks import sum_over_ranks
@@ -25,8 +26,18 @@ from llmtrain.model.attention import (
     on_device,
     padding_tensors,
 )
+from llmtrain.training.pairs import in_halves, measure_divergence, pair_tensors
 from llmtrain.training.run.run import Run
-from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
+from llmtrain.types import (
+    NOT_TRAINED,
+    PAIR_SLOTS,
+    Batch,
+    Flags,
+    MicroBatch,
+    Pairs,
+    RankLayout,
+    StepVector,
+)
 
 _DRAWS = 7  # a stream of `mix`
 
@@ -72,9 +83,11 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     the blocks are distributed. DDP averages gradients over data ranks, hence the factor in `scale`.
     """
     scale = gradient_scale(run, batch)  # () on the device
-    losses: list[Tensor] = []  # each () fp32, summed over trained tokens
+    losses: list[Tensor] = []  # each () fp32, summed over trained tokens; with pairs (1 + K,) fp64
     routers: list[Tensor] = []  # the same of the router's loss, if the model has one
     forwards, driver = micro_batches(run, batch), run.engine  # device tensors, each (B, T)
+    if run.data.manifest.answers == "feedback":
+        measure_divergence(run, forwards)
     for loss in driver.forward_backward(forwards, scale):
         losses.append(loss)
         if (added := run.built.loss.router_loss) is not None:
@@ -91,9 +104,10 @@ def update(run: Run, batch: Batch, factor: float) -> None:
 def gradient_scale(run: Run, batch: Batch) -> Tensor:
     """Return processes that add gradients up / the step's trained tokens: () fp32 on the device.
 
-    Tokens are added up over the ranks only where these may have different numbers of them.
+    In a run on pairs it is divided by these. What divides is added up over the ranks only where
+    these may have different numbers of it.
     """
-    layout, own = run.layout, batch.trained_tokens
+    layout, own = run.layout, batch.counted
     ranks = layout.replicas
     if layout.data_size == 1 or run.data.manifest.always_full:
         return _scale(ranks, max(layout.data_size * own, 1), run.device)
@@ -112,39 +126,76 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
 
     Where processes share each row, they are those of this process's positions.
     """
-    device = run.device
-    ids = on_device(device, batch.ids[:, :-1].astype(np.int64))
+    ids = on_device(run.device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
-    if run.data.manifest.packing == "single":
-        return [_padded(run, ids[part], batch.labels[part]) for part in parts]
-    layout, labels = run.layout, batch.labels
-    if shared := layout.sequence_size > 1:
-        own = layout.positions(labels.shape[1])
-        ids, labels = ids[:, own], labels[:, own]
-    rows: list[MicroBatch] = [
-        {"input_ids": ids[part]} | target_keywords(labels[part], device, whole=whole)
-        for part in parts
-    ]
-    if batch.starts is not None:  # else documents may attend to each other
-        rows = [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
-    return [in_parts(row, own) for row in rows] if shared else rows
+    pairs = batch.pairs
+    if pairs is None and run.data.manifest.answers:  # the data of this rank failed
+        pairs = NO_PAIRS
+    rows = []
+    for part in parts:
+        own = None if pairs is None else pairs.of_blocks(part.start, part.stop)
+        if run.data.manifest.packing == "single":
+            rows.append(_padded(run, ids[part], batch.labels[part], own))
+        else:
+            starts = None if batch.starts is None else batch.starts[part]
+            rows.append(_packed(run, ids[part], batch.labels[part], starts, own, whole=whole))
+    return rows
 
 
-def _padded(run: Run, ids: Tensor, labels: np.ndarray) -> MicroBatch:
+def _packed(
+    run: Run,
+    ids: Tensor,
+    labels: np.ndarray,
+    starts: Sequence[np.ndarray] | None,
+    pairs: Pairs | None,
+    *,
+    whole: bool,
+) -> MicroBatch:
+    """Return the keywords of a micro-batch whose rows are blocks. whole: as `target_keywords`"""
+    shared = run.layout.sequence_size > 1
+    own = run.layout.positions(labels.shape[1]) if shared else slice(None)
+    row: MicroBatch = {"input_ids": ids[:, own]}
+    row |= target_keywords(labels[:, own], run.device, whole=whole)
+    if starts is not None:  # else documents may attend to each other
+        row |= hide(run, starts)
+    row |= pairs_of(run, pairs, labels, own)
+    return in_parts(row, own) if shared else row
+
+
+def _padded(run: Run, ids: Tensor, labels: np.ndarray, pairs: Pairs | None) -> MicroBatch:
     """Return the keywords of a micro-batch with a document a row, cut behind the longest."""
+    if pairs is not None:
+        ids, labels = in_halves(ids), in_halves(labels)
     width = shown(run, labels)
     labels, own = labels[:, :width], run.layout.positions(width)
     targets = target_keywords(labels[:, own], run.device, whole=False)
     row = {"input_ids": ids[:, own]} | targets | padding_keywords(run, labels)
+    row |= pairs_of(run, pairs, labels, own)
     return row if run.layout.sequence_size == 1 else in_parts(row, own)
+
+
+def pairs_of(run: Run, pairs: Pairs | None, labels: np.ndarray, own: slice) -> MicroBatch:
+    """Return the keyword of the pairs in some rows; none in a run without pairs.
+
+    labels, own: as `pair_tensors` takes them
+    """
+    if pairs is None:
+        return {}
+    column, asked = run.reference, run.config.preference
+    known = np.zeros((len(pairs.keys), 2)) if column is None else column.of(pairs.keys)
+    halves = run.data.manifest.packing == "single"
+    how = (pairs, labels, own, known, asked, run.device)
+    return {"pairs": pair_tensors(*how, halves=halves)}
 
 
 def shown(run: Run, labels: np.ndarray) -> int:
     """Return how many positions of these rows the model is shown. labels: (B, T) int64"""
     if run.data.manifest.packing != "single" or isinstance(run.engine, PipelineEngine):
         return int(labels.shape[1])  # all micro-batches of a pipeline have one shape
+    if run.config.preference.loss == "reward":  # a score is read behind the last label
+        labels = np.concatenate([labels[:, :1], labels[:, :-1]], axis=1)
     width, parts = (
         needed_rows(labels, compiled=run.built.compiled != "off"),
         run.layout.sequence_size,
@@ -202,12 +253,18 @@ def step_vector(
 ) -> StepVector:
     """Return this rank's part of the step's vector.
 
-    losses, routers: of the micro-batches, () fp32 each; routers: none without a router loss
+    losses: of the micro-batches, () fp32 each; in a run on pairs (1 + K,) fp64, with the sums of
+        `PAIR_SLOTS` behind the loss
+    routers: of the micro-batches, () fp32 each; none without a router loss
     """
-    others = min(len(routers), 1)
-    layout = run.layout
-    if not layout.tells_loss:
+    layout, pairs = run.layout, run.data.manifest.answers is not None
+    others = min(len(routers), 1) + pairs * len(PAIR_SLOTS)
+    if not (layout.tells_pairs if pairs else layout.tells_loss):
         losses, routers = (), [torch.zeros_like(router) for router in routers]
+    sums = torch.zeros(pairs * len(PAIR_SLOTS), dtype=torch.float64, device=run.device)
+    if pairs and losses:
+        every = torch.stack(list(losses))
+        losses, sums = every[:, 0].unbind(), every[:, 1:].sum(0)
     squares = run.engine.squares()
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
@@ -216,7 +273,7 @@ def step_vector(
     if not engine.is_asynchronous(run.device):
         loss_sum, own = sum(loss.item() for loss in losses), squares.item()
         bad = not math.isfinite(loss_sum + own)
-        numbers = [loss_sum, own, bad, *said]
+        numbers = [loss_sum, own, bad, *said, *sums.tolist()]
         if routers:
             numbers.append(sum(router.item() for router in routers))
         return StepVector(torch.tensor(numbers, dtype=torch.float64), others)
@@ -224,7 +281,8 @@ def step_vector(
     both = total + squares
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
     added = [_total(routers)[None]] if routers else []
-    return StepVector(torch.cat([device, on_device(run.device, np.array(said)), *added]), others)
+    host = on_device(run.device, np.array(said))
+    return StepVector(torch.cat([device, host, sums, *added]), others)
 
 
 def _total(losses: Sequence[Tensor]) -> Tensor:

@@ -33,6 +33,7 @@ from llmtrain.distributed.engines.engine import Engine
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
 from llmtrain.metrics.meter import Meter
 from llmtrain.model.base import Base
+from llmtrain.rundir.reference import Column
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import Threads
 from llmtrain.training.run.due import Due
@@ -213,6 +214,8 @@ class Run:
     built: the model
     feed: the state on the host that each step changes, such as the number of finished steps
     checkpoints: how it saves, and the checkpoint in flight
+    reference: what its pairs of answers were worth to the weights that it began with; None = it has
+        no pairs, or a loss without a reference
     """
 
     config: Config
@@ -230,6 +233,7 @@ class Run:
     signals: Signals
     requests: Requests
     checkpoints: Saves
+    reference: Column | None = None
 
     @property
     def step(self) -> int:

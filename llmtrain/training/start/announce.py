@@ -62,6 +62,7 @@ def announce(run: Run) -> None:
         host=socket.gethostname(),
         born=float(psutil.Process().create_time()),  # in Unix seconds
         vocabulary=run.data.tokenizer.length,
+        **({"reference": run.reference.to_json()} if run.reference else {}),
         set=dict(run.config.origins),
     )
     journal.status(step=first, checkpoint=resumed_from, strategy=strategy, **sizes)

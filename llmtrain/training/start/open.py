@@ -42,6 +42,7 @@ from llmtrain.training.start.claim import ClaimedRun, claim
 from llmtrain.training.start.data import open_data, with_steps
 from llmtrain.training.start.planning import work
 from llmtrain.training.start.processes import start_processes
+from llmtrain.training.start.reference import find_column, with_reference
 from llmtrain.training.start.weights import build_model
 from llmtrain.training.step import flags
 from llmtrain.training.stop import Requests
@@ -83,11 +84,15 @@ def start_run(config: Config) -> Iterator[Run]:
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.progress.steps = config.total_steps
             with stage():
-                model = build_model(config, processes, data.manifest, found)
+                wanted = find_column(config, processes, data, found)
+                begins = found is None or (wanted is not None and wanted.walks)
+                model = build_model(config, processes, data.manifest, found, begins=begins)
+            run = _assemble(config, here, processes, found, data, model)
+            with stage():
+                run = with_reference(run, wanted)
             if found:
                 with stage():
                     resuming.load_state(processes, model, found, patience)
-            run = _assemble(config, here, processes, found, data, model)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run)
             report_changes(run, here.place)

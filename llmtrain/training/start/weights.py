@@ -67,17 +67,24 @@ class Built:
 
 
 def build_model(
-    config: Config, processes: Processes, data: DataManifest, found: ResumePoint | None
+    config: Config,
+    processes: Processes,
+    data: DataManifest,
+    found: ResumePoint | None,
+    *,
+    begins: bool,
 ) -> ModelSide:
     """Build the model and an optimizer with empty state, prepare them, and make a discarded pass.
 
     All ranks use the same seed for the weights.
+
+    begins: whether it has the weights that the run begins with, even if a checkpoint is read later
     """
     system.beat("building the model")
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     compiled = frozen.decide_compile(config, processes, document_mask=data.document_mask)
-    built = _build(config, processes, found)
+    built = _build(config, processes, found, begins=begins)
     if processes.base is not None:
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
     if data.chat is not None:
@@ -140,7 +147,9 @@ def _keep_generation(built: Built, found: ResumePoint | None) -> None:
         built.bare.generation_config = built.whole.generation_config
 
 
-def _build(config: Config, processes: Processes, found: ResumePoint | None) -> Built:
+def _build(
+    config: Config, processes: Processes, found: ResumePoint | None, *, begins: bool
+) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
     A checkpoint's weights are loaded later. Collective. Raises UserError for a model that cannot be
@@ -161,7 +170,7 @@ def _build(config: Config, processes: Processes, found: ResumePoint | None) -> B
 
     def load() -> tuple[PreTrainedModel, Head | str]:
         mine = copy.deepcopy(described)
-        if base is None or (found and not adapted):  # what it began with may no longer exist
+        if base is None or not (begins or adapted):  # what it began with may no longer exist
             model = build.rebuild(mine, config.model)
         else:
             frozen.check_unchanged(base)

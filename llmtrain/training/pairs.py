@@ -1,0 +1,225 @@
+"""The pairs of answers of a step or of an evaluation, as the loss takes them.
+
+A block has whole pairs, `[prompt + chosen][prompt + rejected]`. Packed, both are documents of one
+row. With packing single each half of a block is a row of its own, `seq_len` / 2 long:
+
+    bestfit    (B, S)         x c c c x r r x c c x r r r ·
+    single     (2B, S/2)      x c c c · · ·
+                              x r r · · · ·
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmtrain.config.schema import PreferenceConfig
+from llmtrain.distributed.ranks import sum_over_ranks
+from llmtrain.model.attention import on_device
+from llmtrain.model.preference import loss_and_sums
+from llmtrain.types import (
+    NOT_TRAINED,
+    PAIR_SLOTS,
+    Evaluation,
+    MicroBatch,
+    Pairs,
+    PairTensors,
+    pair_figures,
+)
+
+if TYPE_CHECKING:
+    from llmtrain.data.heldout import HeldOut
+    from llmtrain.training.run.run import Run
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+Rows = TypeVar("Rows", np.ndarray, Tensor)
+
+
+def in_halves(rows: Rows) -> Rows:
+    """Return (B, S) as (2B, S / 2): both halves of each block, one below the other."""
+    return rows.reshape(2 * rows.shape[0], rows.shape[1] // 2)
+
+
+def pair_tensors(
+    pairs: Pairs,
+    labels: np.ndarray,
+    own: slice,
+    known: np.ndarray,
+    preference: PreferenceConfig,
+    device: torch.device,
+    *,
+    halves: bool,
+) -> PairTensors:
+    """Return what the loss of the pairs in some rows is computed from.
+
+    pairs: `rows` numbers the blocks of these rows
+    labels: (R, T) int64, of the rows as the model sees them, whole
+    own: positions of each row that this process has
+    known: (N, 2) fp64, what the pairs are worth to the reference; zeros without one
+    halves: whether each block is two rows, as of `in_halves`
+    """
+    first, second, stop = pairs.borders.T
+    if halves:
+        rows = np.stack([2 * pairs.rows, 2 * pairs.rows + 1], 1)
+        begins, stops = np.zeros_like(rows), np.full_like(rows, labels.shape[1])
+    else:
+        rows = np.repeat(pairs.rows[:, None], 2, axis=1)
+        begins, stops = np.stack([first, second], 1), np.stack([second, stop], 1)
+    trained = labels != NOT_TRAINED
+    # How many labels before a position are trained: 0 before the first.
+    before = np.concatenate(
+        [np.zeros((len(labels), 1), np.int64), np.cumsum(trained, axis=1)], axis=1
+    )
+
+    def count(low: int, high: int) -> np.ndarray:
+        """Return how many trained labels each half has within these positions, (N, 2) int64."""
+        return before[rows, stops.clip(low, high)] - before[rows, begins.clip(low, high)]
+
+    width = labels.shape[1]
+    low, high, _ = own.indices(width)
+    feedback, scores = preference.answers == "feedback", preference.loss == "reward"
+    last = None
+    if scores:  # the token behind the last position with a label is the last one of its sequence
+        ends = [
+            np.flatnonzero(trained[r, a:b])[-1] + a + 1 for r, a, b in _each(rows, begins, stops)
+        ]
+        last = on_device(device, rows.ravel() * width + np.array(ends, np.int64))
+    return PairTensors(
+        lengths=on_device(device, count(low, high).ravel()),
+        sizes=on_device(device, count(0, width).astype(np.float64)),
+        reference=on_device(device, known),
+        desirable=on_device(device, pairs.desirable) if feedback else None,
+        divergence=torch.zeros((), dtype=torch.float64, device=device) if feedback else None,
+        last=last,
+    )
+
+
+def _each(*arrays: np.ndarray) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers at each place of some (N, 2) arrays."""
+    return zip(*(one.ravel().tolist() for one in arrays), strict=True)
+
+
+class Scores(NamedTuple):
+    """Pairs that were scored.
+
+    sums: (N, 2) fp64, Σ log p of both answers, or both scores of a reward model
+    asked: as `pair_tensors` returns it
+    parts: (N,) int64, the number of each pair's source in the held-out set
+    """
+
+    sums: Tensor
+    asked: PairTensors
+    parts: Tensor
+
+
+def pair_parts(heldout: HeldOut, pairs: Pairs, blocks: np.ndarray, seq_len: int) -> Tensor:
+    """Return the number of the source of held-out pairs, (N,) int64.
+
+    blocks: (N,) the block that each pair is in
+    """
+    if not heldout.parts:
+        return torch.zeros(len(blocks), dtype=torch.int64)
+    first = zip(blocks.tolist(), pairs.borders[:, 0].tolist(), strict=True)
+    return torch.tensor([int(heldout.block_parts(g, seq_len)[at]) for g, at in first]).long()
+
+
+def pair_totals(
+    scored: Sequence[Scores],
+    preference: PreferenceConfig,
+    device: torch.device,
+    parts: int,
+    *,
+    told: bool,
+) -> Tensor:
+    """Return Σ loss and the sums of `PAIR_SLOTS` of all pairs, then of each source. Collective.
+
+    The divergence of feedback is that of all pairs together.
+
+    told: whether this process tells the scores of its group
+
+    Returns (1 + parts, 1 + K) fp64, added up over all processes.
+    """
+    far = divergence_of(scored, device, told=told)
+    totals = torch.zeros(1 + parts, 1 + len(PAIR_SLOTS), dtype=torch.float64, device=device)
+    for sums, asked, owners in scored if told else ():
+        if asked.divergence is not None:
+            asked = replace(asked, divergence=far)
+        totals[0] += loss_and_sums(sums, asked, preference)
+        for part in range(parts):
+            own = owners.to(device) == part
+            totals[1 + part] += loss_and_sums(sums[own], _of_some(asked, own), preference)
+    return sum_over_ranks(totals)
+
+
+def _of_some(asked: PairTensors, chosen: Tensor) -> PairTensors:
+    """Return what is asked of some of the pairs. chosen: (N,) bool"""
+    return replace(
+        asked,
+        sizes=asked.sizes[chosen],
+        reference=asked.reference[chosen],
+        desirable=None if asked.desirable is None else asked.desirable[chosen],
+    )
+
+
+def pair_result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:
+    """Return the result on a held-out set of pairs, and on each of its sources; no time.
+
+    sums: of all pairs, then of each source, as of `pair_totals`
+    """
+    whole, *each = [_figures(one, heldout.documents) for one in sums]
+    parts = {
+        part.label: replace(found, documents=part.documents)
+        for part, found in zip(heldout.parts, each, strict=False)
+        if len(heldout.parts) > 1 and found is not None
+    }
+    assert whole is not None, "a held-out set has something to score"
+    return replace(whole, sources=parts)
+
+
+def _figures(sums: Sequence[float], documents: int) -> Evaluation | None:
+    loss, *others = sums
+    found = pair_figures(others)
+    if not found["pairs"]:
+        return None
+    return Evaluation(
+        loss=loss / found["pairs"],
+        perplexity=None,
+        bits_per_byte=None,
+        tokens=0,
+        bytes=0,
+        documents=documents,
+        seconds=0.0,
+        pairs=found,
+    )
+
+
+def divergence_of(scored: Sequence[Scores], device: torch.device, *, told: bool) -> Tensor:
+    """Return how far the model is from its reference on answers of other rows: () fp64, in nats.
+
+    It is max(0, mean of log p − that of the reference) over all processes. Where no answer of
+    another row was scored, it is 0. Collective.
+
+    told: whether this process tells the scores of its group
+    """
+    both = torch.zeros(2, dtype=torch.float64, device=device)
+    for sums, asked, _ in scored if told else ():
+        counted = asked.sizes[:, 1] > 0
+        apart = sums[:, 1] - asked.reference[:, 1]
+        both += torch.stack([torch.where(counted, apart, 0.0).sum(), counted.sum().double()])
+    total, count = sum_over_ranks(both)
+    return (total / count.clamp(min=1)).clamp(min=0)
+
+
+def measure_divergence(run: Run, forwards: Sequence[MicroBatch]) -> None:
+    """Give each micro-batch the divergence of the whole step, by a forward without gradients."""
+    with run.engine.evaluating():
+        scored = [Scores(run.model(each=True, **one), one["pairs"], _NONE) for one in forwards]
+    found = divergence_of(scored, run.device, told=run.layout.tells_pairs)
+    for one in forwards:
+        one["pairs"] = replace(one["pairs"], divergence=found)
