@@ -1,0 +1,297 @@
+"""Runs on pairs of answers: the same on any number of processes, under each strategy, resumed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import preferred
+from helpers.tiny import lines, status, weights
+from safetensors.numpy import load_file
+
+from llmtrain.rundir import reference
+from llmtrain.rundir.contents import REFERENCE, REFERENCE_PARTS
+
+STEPS = preferred.STEPS
+LORA = {"kind": "lora", "r": 4, "alpha": 8}
+SEEN = ("loss", "margin", "chosen_reward", "rejected_reward", "accuracy")
+
+
+def trained(server, folder, config, world_size=1, code=0, name="config.yaml", **env):
+    """Run a config, and return the train lines."""
+    path = preferred.write(folder, config, name)
+    codes = server.run(["train", path], world_size, folder, **env)
+    assert codes == [code] * world_size, (folder / "output.txt").read_text()
+    return lines(Path(config["run"]["dir"]), "train")
+
+
+def check_equal(found, expected, within=1e-6):
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one["batch_digest"] == other["batch_digest"]
+        assert one["pairs"] == other["pairs"]
+        for key in SEEN:
+            assert one[key] == pytest.approx(other[key], abs=within), (one["step"], key)
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def straight(server, tmp_path_factory, kind):
+    """One process, with checkpoints on the way."""
+    folder = tmp_path_factory.mktemp(kind)
+    config = made(folder, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
+    trained(server, folder, config)
+    return folder
+
+
+def made(folder, kind, loss="dpo", **changes):
+    adapter = LORA if kind == "lora" else None
+    return preferred.config_of(folder, preferred.pairs(60), loss, adapter=adapter, **changes)
+
+
+def test_the_first_step_has_a_margin_of_exactly_zero(straight):
+    first = lines(straight / "run", "train")[0]
+    assert [first[key] for key in ("margin", "chosen_reward", "rejected_reward")] == [0.0] * 3
+    assert first["accuracy"] == 0.5  # every pair is a tie
+    assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-12)
+    baseline = lines(straight / "run", "eval")[0]
+    assert (baseline["step"], baseline["margin"]) == (0, 0.0)
+    assert baseline["perplexity"] is None
+    assert lines(straight / "run", "train")[-1]["margin"] > 0
+
+
+STARTS = {
+    "ddp on 2": (2, "ddp"),
+    "ddp on 3": (3, "ddp"),
+    "fsdp2 on 2": (2, "fsdp2"),
+    "zero2 on 2": (2, "zero2"),
+    "zero3 on 2": (2, "zero3"),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_each_number_of_processes_and_strategy_sees_the_same(
+    server, straight, tmp_path, kind, start
+):
+    world_size, strategy = STARTS[start]
+    shutil.copytree(straight / "base", tmp_path / "base")
+    config = made(tmp_path, kind)
+    config["distributed"] = {"strategy": strategy}
+    found = trained(server, tmp_path, config, world_size)
+    check_equal(found, lines(straight / "run", "train"))
+    expected = lines(straight / "run", "eval")
+    for one, other in zip(lines(tmp_path / "run", "eval"), expected, strict=True):
+        for key in (*SEEN, "pairs"):
+            assert one[key] == pytest.approx(other[key], abs=1e-6)
+    own, first = (reference.load(one / "run" / REFERENCE) for one in (tmp_path, straight))
+    assert own.of(first.keys) == pytest.approx(first.values, abs=1e-4)
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])
+def test_a_run_that_is_killed_goes_on_with_equal_bits(server, straight, tmp_path, kind, step):
+    shutil.copytree(straight / "base", tmp_path / "base")
+    config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
+    trained(server, tmp_path, config, code=-9, LLMTRAIN_FAULTS=f"loop.step@step={step}=kill")
+    trained(server, tmp_path, config)
+    assert weights(tmp_path / "run", STEPS) == weights(straight / "run", STEPS)
+    check_equal(lines(tmp_path / "run", "train"), lines(straight / "run", "train"), within=0)
+
+
+@pytest.mark.parametrize("fault", ["kill", "term"])
+def test_a_pass_of_the_reference_that_is_cut_off_goes_on(server, straight, tmp_path, kind, fault):
+    shutil.copytree(straight / "base", tmp_path / "base")
+    config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
+    code = -9 if fault == "kill" else 0
+    trained(server, tmp_path, config, code=code, LLMTRAIN_FAULTS=f"reference.step@step=3={fault}")
+    assert not (tmp_path / "run" / REFERENCE).exists()
+    parts = list((tmp_path / "run" / REFERENCE_PARTS).glob("*.safetensors"))
+    assert len(parts) == (0 if fault == "kill" else 1)
+    trained(server, tmp_path, config)
+    assert not (tmp_path / "run" / REFERENCE_PARTS).exists()
+    assert weights(tmp_path / "run", STEPS) == weights(straight / "run", STEPS)
+    one, two = ((path / "run" / REFERENCE).read_bytes() for path in (tmp_path, straight))
+    assert one == two
+
+
+@pytest.mark.parametrize("harm", ["lost", "flipped"])
+def test_a_lost_or_flipped_reference_is_refused(server, straight, tmp_path, kind, harm):
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
+    config["training"]["steps"] = STEPS + 2
+    path = tmp_path / "run" / REFERENCE
+    whole = path.read_bytes()
+    if harm == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    trained(server, tmp_path, config, code=2)
+    said = (tmp_path / "output.txt").read_text()
+    assert "the reference that this run began with" in said
+    assert "checkpoint.accept_changes=[preference.reference]" in said
+    assert "Traceback" not in said
+    assert status(tmp_path / "run")["state"] == "finished"  # nothing was lost
+    config["checkpoint"]["accept_changes"] = ["preference.reference"]
+    trained(server, tmp_path, config)
+    again = reference.load(path)
+    path.write_bytes(whole)
+    before = reference.load(path)
+    assert again.of(before.keys).tolist() == before.values.tolist()  # by the weights of the start
+
+
+LOSSES = {
+    "dpo": {"label_smoothing": 0.1},
+    "dpo_norm": {},
+    "robust": {"label_smoothing": 0.1},
+    "ipo": {},
+    "hinge": {},
+    "apo_zero": {"sft_weight": 0.2},
+    "orpo": {},
+    "simpo": {"beta": 2.0, "gamma": 0.5},
+    "cpo": {"sft_weight": 1.0},
+}
+
+
+def test_each_loss_is_that_of_a_plain_program_in_double_precision(server, tmp_path):
+    rows = preferred.strings(40)
+    for loss, keys in LOSSES.items():
+        folder = tmp_path / loss
+        asked = {f"preference__{key}": value for key, value in keys.items()}
+        config = preferred.config_of(folder, rows, loss, data__seq_len=96, **asked)
+        del config["chat"]
+        found = trained(server, folder, config)
+        order = preferred.order_of(folder / "run", STEPS)
+        expected = preferred.by_hand(folder / "base", rows, order, loss, learning_rate=1e-3, **keys)
+        for one, other in zip(found, expected, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-6), loss
+            assert one["margin"] == pytest.approx(other["margin"], abs=1e-6), loss
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), loss
+
+
+def test_chosen_and_rejected_exchanged_turn_every_sign(server, tmp_path):
+    rows = preferred.pairs(40)
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    for name, given in (("one", rows), ("two", turned)):
+        trained(server, tmp_path / name, preferred.config_of(tmp_path / name, given))
+    for split in ("one", "two"):
+        assert lines(tmp_path / split / "run", "train")[-1]["margin"] > 0
+    trained_on = [reference.load(tmp_path / one / "run" / REFERENCE) for one in ("one", "two")]
+    assert sorted(map(tuple, trained_on[0].values.tolist())) == pytest.approx(
+        sorted((b, a) for a, b in trained_on[1].values.tolist()), abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(("micro", "world_size"), [(1, 3), (2, 1), (4, 1)])
+def test_micro_batches_and_processes_do_not_change_the_weights(server, tmp_path, micro, world_size):
+    size = {"training__global_batch_size": 12}
+    for name, each, count in (("one", 1, 1), ("other", micro, world_size)):
+        folder = tmp_path / name
+        config = preferred.config_of(
+            folder,
+            preferred.pairs(90),
+            "ipo",
+            training__micro_batch_size=each,
+            **size,
+            checkpoint__every_steps=STEPS,
+        )
+        trained(server, folder, config, count)
+    one, other = (lines(tmp_path / name / "run", "train") for name in ("one", "other"))
+    check_equal(other, one)
+    places = [
+        tmp_path / name / "run" / "checkpoints" / f"step-{STEPS:08d}" for name in ("one", "other")
+    ]
+    first, second = (load_file(place / "model.safetensors") for place in places)
+    for name, tensor in first.items():
+        assert second[name] == pytest.approx(tensor, abs=2e-5), name
+
+
+def test_dropout_of_the_model_leaves_the_first_margin_at_zero(server, tmp_path):
+    fields = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.2}
+    config = preferred.config_of(tmp_path, preferred.pairs(40), fields=fields)
+    found = trained(server, tmp_path, config)
+    assert found[0]["margin"] == 0.0
+    assert "dropout" in (tmp_path / "output.txt").read_text()
+
+
+def test_a_longer_run_computes_what_it_lacks_with_the_weights_it_began_with(server, tmp_path, kind):
+    """Few steps see few of the pairs."""
+    short, long = tmp_path / "short", tmp_path / "long"
+    for folder in (short, long):
+        config = made(folder, kind, training__global_batch_size=2, checkpoint__every_steps=2)
+        if folder == short:
+            config["training"]["steps"] = 2
+            trained(server, folder, config)
+            fewer = len(reference.load(folder / "run" / REFERENCE))
+            config["training"]["steps"] = STEPS
+        trained(server, folder, config)
+    columns = [reference.load(folder / "run" / REFERENCE) for folder in (short, long)]
+    assert fewer < len(columns[0])
+    assert columns[0].of(columns[1].keys).tolist() == columns[1].values.tolist()
+    assert weights(short / "run", STEPS) == weights(long / "run", STEPS)
+
+
+def test_another_run_with_the_same_base_takes_the_column(server, straight, tmp_path, kind):
+    shutil.copytree(straight / "base", tmp_path / "base")
+    config = made(tmp_path, kind, preference__beta=0.5)
+    config["preference"]["reference"] = str(straight / "run")
+    trained(server, tmp_path, config)
+    (start,) = lines(tmp_path / "run", "start")
+    assert "0 of them new" in (tmp_path / "output.txt").read_text()
+    assert start["reference"]["pairs"] == len(reference.load(straight / "run" / REFERENCE))
+    other = tmp_path / "other"
+    config = made(other, kind)  # with a base of its own
+    config["preference"]["reference"] = str(straight / "run")
+    config["chat"]["template"] = "llama3"
+    trained(server, other, config, code=2)
+    said = (other / "output.txt").read_text()
+    assert "preference.reference" in said
+    assert "another template" in said or "another tokenizer" in said
+    config["preference"]["reference"] = str(tmp_path / "base")
+    trained(server, other, config, code=2)
+    assert "has no reference.safetensors" in (other / "output.txt").read_text()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_feedback_is_the_same_on_any_number_of_processes(server, tmp_path, world_size):
+    for name, count in (("one", 1), ("other", world_size)):
+        config = preferred.config_of(
+            tmp_path / name, preferred.feedback(80), "kto", training__global_batch_size=6
+        )
+        trained(server, tmp_path / name, config, count)
+    one, other = (lines(tmp_path / name / "run", "train") for name in ("one", "other"))
+    check_equal(other, one)
+    assert one[0]["divergence"] == 0.0
+    assert [line["divergence"] for line in other] == pytest.approx(
+        [line["divergence"] for line in one], abs=1e-6
+    )
+    assert any(line["divergence"] > 0 for line in one)
+
+
+def test_token_rows_beside_an_adapter_do_not_move_the_reference(server, tmp_path):
+    """The rows are trained, so the adapter switched off would not be what the run began with."""
+    adapter = {**LORA, "train_tokens": ["the", "stone"]}
+    config = preferred.config_of(tmp_path, preferred.pairs(60), adapter=adapter)
+    trained(server, tmp_path, config)
+    path = tmp_path / "run" / REFERENCE
+    before = reference.load(path)
+    path.unlink()
+    config["checkpoint"]["accept_changes"] = ["preference.reference"]
+    config["training"]["steps"] = STEPS + 1
+    trained(server, tmp_path, config)
+    after = reference.load(path)
+    assert after.of(before.keys).tolist() == before.values.tolist()
+
+
+def test_the_record_of_a_run_on_pairs_is_json_with_its_figures(straight):
+    for line in (straight / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+    (start, *_) = lines(straight / "run", "start")
+    column = reference.load(straight / "run" / REFERENCE)
+    assert start["reference"]["digest"] == column.digest
+    state = json.loads(
+        (straight / "run" / "checkpoints" / f"step-{STEPS:08d}" / "trainer_state.json").read_text()
+    )
+    assert state["reference"] == column.digest
