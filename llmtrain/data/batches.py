@@ -15,7 +15,8 @@ import xxhash
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.packing import PlacedPair
-from llmtrain.types import NOT_TRAINED, Batch, Pairs
+from llmtrain.pairs import Pairs
+from llmtrain.types import NOT_TRAINED, Batch
 
 UNTRAINED_BLOCKS = "untrained_blocks"  # in `Batch.counts`
 _HASHED = np.dtype("<i4")

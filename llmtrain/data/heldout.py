@@ -46,7 +46,8 @@ from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix
-from llmtrain.types import NOT_TRAINED, Pairs
+from llmtrain.pairs import Pairs
+from llmtrain.types import NOT_TRAINED
 
 FIRST_TOKENS = 8  # that are searched for the first character, which has at most four bytes
 

@@ -15,15 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmtrain.types import (
-    PAIR_SLOTS,
-    SLOTS,
-    STOPS,
-    Numbers,
-    RankLayout,
-    StepVector,
-    pair_figures,
-)
+from llmtrain.pairs import PAIR_SLOTS, pair_figures
+from llmtrain.types import SLOTS, STOPS, Numbers, RankLayout, StepVector
 
 _LIMBS = SLOTS.index("digest_0")  # the first of four
 

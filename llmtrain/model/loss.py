@@ -44,8 +44,9 @@ from llmtrain.model.cross_entropy import (
     token_losses,
 )
 from llmtrain.model.preference import loss_and_sums, sequence_sums
+from llmtrain.pairs import PairTensors
 from llmtrain.text import first_line
-from llmtrain.types import NOT_TRAINED, PairTensors
+from llmtrain.types import NOT_TRAINED
 
 # Fields of configs with the constant or its inverse (Cohere, Granite, FalconH1), and with the cap
 # (Gemma 2, RecurrentGemma).

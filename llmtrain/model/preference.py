@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmtrain.config.schema import PreferenceConfig
-from llmtrain.types import PAIR_SLOTS, PairTensors
+from llmtrain.pairs import PAIR_SLOTS, PairTensors
 
 _AVERAGED = ("dpo_norm", "ipo", "orpo", "simpo")  # a sum is divided by its number of tokens
 _LEAST = 1e-7  # nats: a log-probability in fp32 cannot be told from 0 below it

@@ -62,9 +62,9 @@ class Column:
     def digest(self) -> str:
         """Hash of everything in it, 32 hex digits."""
         hashed = xxhash.xxh3_128(json.dumps([self.made_with, self.walked]).encode())
-        hashed.update(np.ascontiguousarray(self.keys, "<u8"))
-        hashed.update(np.ascontiguousarray(self.values, "<f8"))
-        hashed.update(np.ascontiguousarray(self.blocks, "<i8"))
+        hashed.update(self.keys.astype("<u8").tobytes())
+        hashed.update(self.values.astype("<f8").tobytes())
+        hashed.update(self.blocks.astype("<i8").tobytes())
         return hashed.hexdigest()
 
     def to_json(self) -> JsonObject:
@@ -139,8 +139,8 @@ def load(path: Path) -> Column:
     try:
         with safe_open(str(path), framework="numpy") as file:
             facts = json.loads(file.metadata()[_META])
-            arrays = [file.get_tensor(name) for name in ("keys", "values", "blocks")]
-        column = Column(*arrays, facts["made_with"], facts["walked"])
+            keys, values, blocks = map(file.get_tensor, ("keys", "values", "blocks"))
+        column = Column(keys, values, blocks, facts["made_with"], facts["walked"])
         if column.digest == facts["digest"]:
             return column
     except (SafetensorError, KeyError, TypeError, ValueError) as error:

@@ -26,7 +26,7 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.hashing import mix
 from llmtrain.model.attention import in_parts, on_device
 from llmtrain.model.compile import uncompiled
-from llmtrain.training.pairs import Scores, pair_parts, pair_result, pair_totals
+from llmtrain.training.pairs import Scores, pair_result, pair_totals
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import Run
 from llmtrain.training.step import (
@@ -76,26 +76,29 @@ def evaluate(run: Run) -> Evaluation | None:
     return replace(evaluation, seconds=time.perf_counter() - start)
 
 
-def heldout_rounds(run: Run) -> Iterator[Batch]:
-    """Yield the held-out blocks of each round as a batch of one micro-batch."""
+def heldout_rounds(run: Run) -> Iterator[tuple[list[int], Batch]]:
+    """Yield the numbers of the held-out blocks of each round, and a batch of one micro-batch."""
     heldout, manifest, layout = run.data.heldout, run.data.manifest, run.layout
     assert heldout is not None, "something is held out"
     place, size = (layout.data_rank, layout.data_size), run.built.micro_batch_size
     for blocks in rounds_of(heldout, manifest.seq_len, *place, size):
         found = zip(*(heldout.block(g, manifest.seq_len) for g in blocks), strict=True)
         ids, labels, starts = found
-        yield Batch(
-            ids=np.stack(ids),
-            labels=np.stack(labels),
-            trained_tokens=int((np.stack(labels) != NOT_TRAINED).sum()),
-            starts=tuple(starts) if manifest.hides_documents else None,
-            cursors={},
-            digest=0,
-            first_block=blocks[0] - layout.data_rank,
-            sources={},
-            counts={},
-            wait_seconds=0.0,
-            pairs=heldout.pairs_of(blocks, manifest.seq_len),
+        yield (
+            blocks,
+            Batch(
+                ids=np.stack(ids),
+                labels=np.stack(labels),
+                trained_tokens=int((np.stack(labels) != NOT_TRAINED).sum()),
+                starts=tuple(starts) if manifest.hides_documents else None,
+                cursors={},
+                digest=0,
+                first_block=blocks[0] - layout.data_rank,
+                sources={},
+                counts={},
+                wait_seconds=0.0,
+                pairs=heldout.pairs_of(blocks, manifest.seq_len),
+            ),
         )
 
 
@@ -104,18 +107,14 @@ def _evaluate_pairs(run: Run, heldout: HeldOut) -> Evaluation | None:
     start = time.perf_counter()
     scored: list[Scores] = []
     with run.engine.evaluating():
-        for batch in heldout_rounds(run):
+        for blocks, batch in heldout_rounds(run):
             faults.hit("eval.batch", step=run.step)
             system.beat("a batch of the evaluation")
             if stops := agreed_stop(run.ranks, flags(run)):
                 run.due.ask(stops)
                 return None
             (forward,) = micro_batches(run, batch)
-            assert batch.pairs is not None
-            blocks = (
-                batch.first_block + run.layout.data_rank + run.layout.data_size * batch.pairs.rows
-            )
-            parts = pair_parts(heldout, batch.pairs, blocks, run.config.data.seq_len)
+            parts = torch.from_numpy(heldout.pair_parts(blocks, run.config.data.seq_len))
             scored.append(Scores(run.model(each=True, **forward), forward["pairs"], parts))
     preference, told = run.config.preference, run.layout.tells_pairs
     sums = pair_totals(scored, preference, run.device, max(1, len(heldout.parts)), told=told)

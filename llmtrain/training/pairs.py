@@ -22,15 +22,8 @@ from llmtrain.config.schema import PreferenceConfig
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import on_device
 from llmtrain.model.preference import loss_and_sums
-from llmtrain.types import (
-    NOT_TRAINED,
-    PAIR_SLOTS,
-    Evaluation,
-    MicroBatch,
-    Pairs,
-    PairTensors,
-    pair_figures,
-)
+from llmtrain.pairs import PAIR_SLOTS, Pairs, PairTensors, pair_figures
+from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
 
 if TYPE_CHECKING:
     from llmtrain.data.heldout import HeldOut
@@ -79,7 +72,9 @@ def pair_tensors(
 
     def count(low: int, high: int) -> np.ndarray:
         """Return how many trained labels each half has within these positions, (N, 2) int64."""
-        return before[rows, stops.clip(low, high)] - before[rows, begins.clip(low, high)]
+        found: np.ndarray = before[rows, stops.clip(low, high)]
+        found -= before[rows, begins.clip(low, high)]
+        return found
 
     width = labels.shape[1]
     low, high, _ = own.indices(width)
@@ -118,17 +113,6 @@ class Scores(NamedTuple):
     parts: Tensor
 
 
-def pair_parts(heldout: HeldOut, pairs: Pairs, blocks: np.ndarray, seq_len: int) -> Tensor:
-    """Return the number of the source of held-out pairs, (N,) int64.
-
-    blocks: (N,) the block that each pair is in
-    """
-    if not heldout.parts:
-        return torch.zeros(len(blocks), dtype=torch.int64)
-    first = zip(blocks.tolist(), pairs.borders[:, 0].tolist(), strict=True)
-    return torch.tensor([int(heldout.block_parts(g, seq_len)[at]) for g, at in first]).long()
-
-
 def pair_totals(
     scored: Sequence[Scores],
     preference: PreferenceConfig,
@@ -143,18 +127,23 @@ def pair_totals(
 
     told: whether this process tells the scores of its group
 
-    Returns (1 + parts, 1 + K) fp64, added up over all processes.
+    Returns (1 + parts, 2 + K) fp64, added up over all processes; the last is trained tokens.
     """
     far = divergence_of(scored, device, told=told)
-    totals = torch.zeros(1 + parts, 1 + len(PAIR_SLOTS), dtype=torch.float64, device=device)
+    totals = torch.zeros(1 + parts, 2 + len(PAIR_SLOTS), dtype=torch.float64, device=device)
     for sums, asked, owners in scored if told else ():
         if asked.divergence is not None:
             asked = replace(asked, divergence=far)
-        totals[0] += loss_and_sums(sums, asked, preference)
+        totals[0] += _total(sums, asked, preference)
         for part in range(parts):
             own = owners.to(device) == part
-            totals[1 + part] += loss_and_sums(sums[own], _of_some(asked, own), preference)
+            totals[1 + part] += _total(sums[own], _of_some(asked, own), preference)
     return sum_over_ranks(totals)
+
+
+def _total(sums: Tensor, asked: PairTensors, preference: PreferenceConfig) -> Tensor:
+    tokens = asked.sizes.sum().reshape(1)
+    return torch.cat([loss_and_sums(sums, asked, preference), tokens])
 
 
 def _of_some(asked: PairTensors, chosen: Tensor) -> PairTensors:
@@ -183,7 +172,7 @@ def pair_result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation
 
 
 def _figures(sums: Sequence[float], documents: int) -> Evaluation | None:
-    loss, *others = sums
+    loss, *others, tokens = sums
     found = pair_figures(others)
     if not found["pairs"]:
         return None
@@ -191,7 +180,7 @@ def _figures(sums: Sequence[float], documents: int) -> Evaluation | None:
         loss=loss / found["pairs"],
         perplexity=None,
         bits_per_byte=None,
-        tokens=0,
+        tokens=round(tokens),
         bytes=0,
         documents=documents,
         seconds=0.0,
@@ -213,7 +202,8 @@ def divergence_of(scored: Sequence[Scores], device: torch.device, *, told: bool)
         apart = sums[:, 1] - asked.reference[:, 1]
         both += torch.stack([torch.where(counted, apart, 0.0).sum(), counted.sum().double()])
     total, count = sum_over_ranks(both)
-    return (total / count.clamp(min=1)).clamp(min=0)
+    mean: Tensor = total / count.clamp(min=1)
+    return mean.clamp(min=0)
 
 
 def measure_divergence(run: Run, forwards: Sequence[MicroBatch]) -> None:

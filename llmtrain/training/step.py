@@ -26,18 +26,10 @@ from llmtrain.model.attention import (
     on_device,
     padding_tensors,
 )
+from llmtrain.pairs import PAIR_SLOTS, Pairs
 from llmtrain.training.pairs import in_halves, measure_divergence, pair_tensors
 from llmtrain.training.run.run import Run
-from llmtrain.types import (
-    NOT_TRAINED,
-    PAIR_SLOTS,
-    Batch,
-    Flags,
-    MicroBatch,
-    Pairs,
-    RankLayout,
-    StepVector,
-)
+from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
 
 _DRAWS = 7  # a stream of `mix`
 

@@ -38,9 +38,10 @@ from llmtrain.distributed.engines.engine import TorchEngine, begin_micro_batch, 
 from llmtrain.distributed.plan.balance import can_fill, parts_of
 from llmtrain.distributed.ranks import add_from_peer
 from llmtrain.errors import Problem
+from llmtrain.pairs import PAIR_SLOTS
 from llmtrain.text import plural
 from llmtrain.torch_private import flattened
-from llmtrain.types import PAIR_SLOTS, MicroBatch, ModelCut, ModelShape, Piece, Spec
+from llmtrain.types import MicroBatch, ModelCut, ModelShape, Piece, Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

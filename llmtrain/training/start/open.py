@@ -187,6 +187,7 @@ def _assemble(
             partial(learning_rate, config.optimizer, config.total_steps),
             roll,
             layout=launched.layout,
+            pairs=data.manifest.answers is not None,
             sources=saved.get("sources", {}),
             stream_digest=data.state.stream_digest,
         ),

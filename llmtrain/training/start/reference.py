@@ -200,16 +200,16 @@ def _read_parts(parts: Path, column: Column) -> tuple[list[Column], int]:
     for path in parts.glob(f"part-*{contents.TENSOR_FILE}"):
         number, _, _, size = path.name.removeprefix("part-").split(".")[0].split("-")
         written.setdefault((int(number), int(size)), []).append(path)
-    found = []
-    for (_, size), paths in sorted(written.items()):
+    found: list[Column] = []
+    for (_, count), paths in sorted(written.items()):
         try:
             of_all = [reference.load(path) for path in sorted(paths)]
         except DamagedColumnError as error:
             _log.warning("a part of the reference is left out: %s", error)
             continue
-        if len(of_all) == size and all(one.made_with == column.made_with for one in of_all):
+        if len(of_all) == count and all(one.made_with == column.made_with for one in of_all):
             found += of_all
-    return found, max((number for number, _ in written), default=0)
+    return found, max((done for done, _ in written), default=0)
 
 
 @dataclass(slots=True)
@@ -251,9 +251,8 @@ class _Pass:
             reading=reading_of(data_settings(config), config.run_dir, None),
             encoder=run.data.encoder,
         )
-        step = math.gcd(layout.data_size, manifest.lanes)
-        lanes = range(layout.data_rank % step, manifest.lanes, step)
-        left = set(lanes)
+        apart = math.gcd(layout.data_size, manifest.lanes)
+        left = set(range(layout.data_rank % apart, manifest.lanes, apart))
         ends = [[_end(Cursor(*one)) for one in cursors] for cursors in before.cursors.tolist()]
         with closing(stream):
             for number in range(run.first_step + 1, run.steps + 1):
@@ -272,7 +271,7 @@ class _Pass:
     def score_heldout(self) -> None:
         """Score the held-out pairs."""
         if self.run.data.heldout is not None:
-            for batch in heldout_rounds(self.run):
+            for _, batch in heldout_rounds(self.run):
                 self._score(batch, _BEHIND)
 
     def _score(self, batch: Batch, offset: int = 0) -> None:
@@ -296,8 +295,8 @@ class _Pass:
             if run.layout.tells_pairs:
                 size = run.layout.data_size
                 blocks = offset + batch.first_block + run.layout.data_rank + size * pairs.rows
-                every = pairs.keys, np.concatenate(sums), blocks
-                self._new.append(Column(*(one[fresh] for one in every)))
+                values = np.concatenate(sums)[fresh]
+                self._new.append(Column(pairs.keys[fresh], values, blocks[fresh]))
             self._seen.update(keys[n] for n in fresh)
         if run.ranks.highest(int(time.perf_counter() - self._written >= _PART_SECONDS)):
             agreed(run.ranks, self.write_part)

@@ -10,11 +10,12 @@ from helpers.ranks import ROOT
 
 from llmtrain.checkpoint.candidates import _EVENTS
 from llmtrain.errors import EXIT_CODES
+from llmtrain.pairs import PAIR_SLOTS, pair_figures
 from llmtrain.rundir import contents, words
 from llmtrain.rundir.status import _EMPTY
 from llmtrain.rundir.words import WORDS
 from llmtrain.tools.doctor.doctor import NAMES
-from llmtrain.types import PAIR_SLOTS, Evaluation, Sample, pair_figures
+from llmtrain.types import Evaluation, Sample
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
 

@@ -5,7 +5,8 @@ import torch
 
 from llmtrain.data.state import roll
 from llmtrain.metrics.meter import DataFailedError, Meter
-from llmtrain.types import PAIR_SLOTS, SLOTS, StepVector, rank_layout
+from llmtrain.pairs import PAIR_SLOTS
+from llmtrain.types import SLOTS, StepVector, rank_layout
 
 
 def due_at(*steps):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from llmtrain.config.schema import PreferenceConfig
 from llmtrain.model.cross_entropy import log_probs
 from llmtrain.model.preference import loss_and_sums, sequence_sums
-from llmtrain.types import PAIR_SLOTS, PairTensors
+from llmtrain.pairs import PAIR_SLOTS, PairTensors
 
 HIDDEN, VOCABULARY = 8, 31
 LENGTHS = (3, 5, 1, 1, 7, 2, 4, 4)  # trained tokens of chosen and rejected answers
