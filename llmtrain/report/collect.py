@@ -76,6 +76,12 @@ class Tables:
         return self._columns[name]
 
     @property
+    def pair_loss(self) -> str | None:
+        """The loss of the run's pairs of answers; None of a run on texts or conversations."""
+        loss = self.settings.get("preference.loss")
+        return loss if isinstance(loss, str) and loss != "none" else None
+
+    @property
     def wall_seconds(self) -> float:
         """Seconds from the beginning of the first start to the last line."""
         return self.stretches[-1].end - self.stretches[0].begin if self.stretches else 0.0

@@ -19,7 +19,13 @@ from llmtrain.text import compact, fixed
 
 _DRAWN = 4
 _OWN = ("run.dir",)
-_MEASURES = {"loss": "held-out loss", "bits_per_byte": "bits per byte"}
+_MEASURES = {
+    "loss": "held-out loss",
+    "bits_per_byte": "bits per byte",
+    "accuracy": "held-out accuracy",
+}
+# What the loss of pairs depends on beside the model.
+_OF_PAIRS = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +60,20 @@ def render(runs: Sequence[Tables]) -> str:
     kinds = {
         (_of_start(run, "vocabulary"), compact(run.settings.get("model.tokenizer"))) for run in runs
     }
-    measure = "bits_per_byte" if len(kinds) > 1 else "loss"
+    losses = {
+        tuple(str(run.settings.get(f"preference.{key}")) for key in _OF_PAIRS) for run in runs
+    }
+    if any(run.pair_loss for run in runs):
+        measure = "accuracy" if len(losses) > 1 or len(kinds) > 1 else "loss"
+    else:
+        measure = "bits_per_byte" if len(kinds) > 1 else "loss"
     rows = [_row(name, run, measure) for name, run in zip(names, runs, strict=True)]
     drawn = _figures(names, runs, measure) if len(runs) <= _DRAWN else []
     return fill(
         "compare.html",
         title=" and ".join(names[:3]),
         scripted=bool(drawn),
-        sentence=sentence(rows, _MEASURES[measure]),
+        sentence=sentence(rows, measure),
         remarks=_remarks(runs, measure),
         rows=rows,
         measure=_MEASURES[measure],
@@ -71,15 +83,18 @@ def render(runs: Sequence[Tables]) -> str:
 
 
 def sentence(rows: Sequence[ReportRow], measure: str) -> str:
-    """Say which run ends lowest, and by how much."""
-    scored = sorted((row.last, place) for place, row in enumerate(rows) if row.last is not None)
+    """Say which run ends lowest, of accuracy highest, and by how much."""
+    said, high = _MEASURES[measure], measure == "accuracy"
+    found = [(row.last, place) for place, row in enumerate(rows) if row.last is not None]
+    scored = sorted(found, key=lambda one: (-one[0] if high else one[0], one[1]))
     if len(scored) < 2:
-        return f"Fewer than two of the runs have a {measure}, so nothing can be compared."
-    (low, first), (next_, second) = scored[0], scored[1]
-    if low == next_:
-        return f"{rows[first].name} and {rows[second].name} end equal: {measure} {fixed(low)}."
-    below = f"{fixed(next_ - low)} below {rows[second].name}"
-    return f"{rows[first].name} ends lowest: {measure} {fixed(low)}, {below}."
+        return f"Fewer than two of the runs have a {said}, so nothing can be compared."
+    (best, first), (next_, second) = scored[0], scored[1]
+    if best == next_:
+        return f"{rows[first].name} and {rows[second].name} end equal: {said} {fixed(best)}."
+    apart = f"{fixed(abs(next_ - best))} {'above' if high else 'below'} {rows[second].name}"
+    ends = "ends highest" if high else "ends lowest"
+    return f"{rows[first].name} {ends}: {said} {fixed(best)}, {apart}."
 
 
 def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
@@ -128,6 +143,11 @@ def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
             "The tokenizers differ, so that a loss by token means something else in each run. "
             "The runs are compared by bits per byte of held-out text."
         )
+    if measure == "accuracy":
+        remarks.append(
+            "What is computed of a pair differs, so that a loss means something else in each run. "
+            "The runs are compared by the share of held-out pairs that they have right."
+        )
     if len({compact(run.settings.get("data.sources")) for run in runs}) > 1:
         remarks.append("The data differs, so that the held-out documents may be others, too.")
     if _by_tokens(runs):
@@ -153,7 +173,7 @@ def _row(name: str, run: Tables, measure: str) -> ReportRow:
         state=str(run.status.get("state", "unknown")),
         steps=verdict.last_step(run),
         last=values[-1] if values and not verdict.ended_not_finite(run) else None,
-        best=min(values, default=None),
+        best=(max if measure == "accuracy" else min)(values, default=None),
         trained=trained[-1] if trained else None,
         tokens=tokens[-1] if tokens else None,
         seconds=run.wall_seconds,
@@ -179,7 +199,8 @@ def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list
                 curve = thin(points) if lines == "evaluations" else smooth(thin(points))
                 series.append(Series(label, curve, place, dots=lines == "evaluations"))
         if series:
-            unit = "nats a token" if field == "loss" else ""
+            nats = "nats a pair" if any(run.pair_loss for run in runs) else "nats a token"
+            unit = nats if field == "loss" else ""
             across = "token" if over_tokens else "step"
             figures.append(Figure(name, title, unit, tuple(series), leave_out=True, across=across))
     return figures

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import gc
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -155,7 +156,8 @@ def figures(tables: Tables) -> list[Figure]:
     waited = [(step, 100 * wait / span) for step, wait, span in joined(waits, seconds) if span > 0]
     mfu = [(step, 100 * value) for step, value in tables.numbers("mfu")]
     small = [
-        _small("router_loss", "Router loss", "nats a token", tables.numbers("router_loss")),
+        *_answers(tables),
+        _small("router_loss", "Router loss", _nats(tables), tables.numbers("router_loss")),
         _small("learning_rate", "Learning rate", "", tables.numbers("learning_rate")),
         _small(
             "grad_norm", "Gradient norm, before clipping", "", tables.numbers("grad_norm"), limit
@@ -181,10 +183,48 @@ def _loss(tables: Tables) -> list[Figure]:
     each = tokens[-1][1] / tokens[-1][0] if tokens and tokens[-1][0] else None
     return [
         Figure(
-            "loss", "Training and held-out", "nats a token", tuple(series),
+            "loss", "Training and held-out", _nats(tables), tuple(series), _untaught(tables),
             skipped=verdict.skipped_steps(tables), tokens_per_step=each, leave_out=True,
         )
     ]  # fmt: skip
+
+
+def _nats(tables: Tables) -> str:
+    return "nats a token" if tables.pair_loss is None else "nats a pair"
+
+
+def _untaught(tables: Tables) -> tuple[tuple[str, float], ...]:
+    """Return the loss of a model that prefers neither answer, where it is the same number."""
+    logistic = tables.pair_loss in ("dpo", "dpo_norm", "robust", "reward")
+    if logistic and not tables.settings.get("preference.sft_weight"):
+        return (("ln 2: no preference", math.log(2)),)
+    return ()
+
+
+def _answers(tables: Tables) -> list[Figure]:
+    """Return the figures of a run on pairs: accuracy, rewards and log-probabilities."""
+    sides = ("good", "bad") if tables.pair_loss == "kto" else ("chosen", "rejected")
+    found, share = [], {"training": tables.train, "held-out": tables.evaluations}
+    series = []
+    for place, (label, lines) in enumerate(share.items()):
+        points = [(step, 100 * value) for step, value in column(lines, "accuracy")]
+        if points:
+            curve = thin(points) if place else smooth(thin(points))
+            series.append(Series(label, curve, place, dots=bool(place) and len(points) <= _ROWS))
+    if series:
+        limit = (("guessing", 50.0),)
+        found.append(Figure("accuracy", "Accuracy", "% of the pairs", tuple(series), limit))
+    kinds = (("reward", "Rewards", ""), ("logp", "Log-probability of answers", "nats"))
+    for field, title, unit in kinds:
+        columns = [tables.numbers(f"{half}_{field}") for half in ("chosen", "rejected")]
+        both = tuple(
+            Series(side, smooth(thin(points)), place)
+            for place, (side, points) in enumerate(zip(sides, columns, strict=True))
+            if points
+        )
+        if both:
+            found.append(Figure(field, f"{title}, training", unit, both))
+    return found
 
 
 def _small(

@@ -23,7 +23,9 @@ GOOD, LOOK, BAD = "✓", "!", "✗"
 NOT_FINITE = "not finite"
 _WAITS = 0.05  # the share of the step time from which waiting for data is worth a remark
 _LEVEL = 0.003  # a last change of less than this share is none
-_RISING = 1.01
+_RISING = 0.01  # of the best loss, from which a loss above it is rising
+_FALLEN = 0.2  # of their log-probability, from which it is said that chosen answers become unlikely
+_SCORED = 20  # lines of steps, from which their ends are compared
 _WORSE = "worse than guessing"
 
 
@@ -44,7 +46,8 @@ class Check:
 
 def sentence(tables: Tables) -> str:
     """Describe the run in a few sentences: its state, and what is wrong, else how the loss went."""
-    return " ".join([_state(tables), *(failures(tables) or [_learned(tables)])])
+    told = failures(tables) or [_learned(tables)]
+    return " ".join([_state(tables), *told, *_preferred(tables)])
 
 
 def failures(tables: Tables) -> list[str]:
@@ -70,7 +73,9 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
         found.append((name, NOT_FINITE, "in every evaluation"))
     elif trained := tables.numbers("loss"):
         found.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
-    if bits:
+    if right := [] if lost else column(tables.evaluations, "accuracy"):
+        found.append(("accuracy", percent(right[-1][1]), f"from {percent(right[0][1])}"))
+    elif bits:
         found.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
     elif perplexity:
         found.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
@@ -120,6 +125,8 @@ def where(tables: Tables) -> str:
 
 def uses(tables: Tables) -> list[str]:
     """Return the commands that let the model of a run write, the shortest first."""
+    if tables.pair_loss == "reward":  # it writes nothing
+        return [f"llmtrain evaluate {where(tables)}"]
     if tables.chat:
         return [f"llmtrain chat {where(tables)}", f'llmtrain generate --chat {where(tables)} "…"']
     return [f'llmtrain generate {where(tables)} "…"']
@@ -178,12 +185,44 @@ def _learned(tables: Tables) -> str:
     ends = f"{name} {way} from {fixed(first)} to {fixed(last)}"
     if name == "Training loss":
         return f"{ends}."
-    if last > _RISING * best:
-        return f"{ends} and is rising: {percent(last / best - 1)} above its best, {fixed(best)}."
+    if _is_rising(losses):
+        above = percent((last - best) / abs(best)) if best else fixed(last)
+        return f"{ends} and is rising: {above} above its best, {fixed(best)}."
     change = losses[-2] - last
     level = abs(change) < _LEVEL * abs(last)
     trend = "has levelled off" if level else "is still falling" if change > 0 else "is about level"
     return f"{ends} and {trend}."
+
+
+def _is_rising(losses: Sequence[float]) -> bool:
+    """Whether the last loss is clearly above the best one; a loss of pairs may be below zero."""
+    return losses[-1] - min(losses) > _RISING * abs(min(losses))
+
+
+def _preferred(tables: Tables) -> list[str]:
+    """Say of a run on pairs how often it prefers the chosen answer, and what that has cost."""
+    said = []
+    if right := [value for _, value in column(tables.evaluations, "accuracy")]:
+        ends = f"to {percent(right[-1])} of the held-out pairs"
+        said.append(f"Accuracy went from {percent(right[0])} {ends}." if len(right) > 1 else "")
+    # The loss by token of chosen answers: of training steps, whose answers differ in length, the
+    # mean of those at both ends.
+    losses: Sequence[float] = [value for _, value in column(tables.evaluations, "chosen_loss")]
+    if len(losses) < 2:
+        steps = tables.numbers("chosen_loss").values
+        share = len(steps) // 10
+        enough = len(steps) >= _SCORED
+        losses = [fmean(steps[:share]), fmean(steps[-share:])] if enough else []
+    if losses and losses[0] > 0 and losses[-1] / losses[0] - 1 > _FALLEN:
+        fell = (
+            f"The log-probability of chosen answers fell by {percent(losses[-1] / losses[0] - 1)}"
+        )
+        what = "preference.beta" if tables.pair_loss == "kto" else "preference.sft_weight"
+        said.append(
+            f"{fell} from its start (likelihood displacement), so the model writes them less "
+            f"often: a larger {what}, or a lower learning rate, holds them."
+        )
+    return [one for one in said if one]
 
 
 def waiting_share(tables: Tables) -> float:
@@ -216,10 +255,10 @@ def _heldout(tables: Tables) -> Check:
     first, last, best = losses[0], losses[-1], min(losses)
     found, mark, said = [fixed(last)], GOOD, ""
     step, several = tables.evaluations[-1]["step"], len(losses) > 1
-    if not step or last > _RISING * best or (several and last >= first):
+    if not step or _is_rising(losses) or (several and last >= first):
         mark = LOOK
     vocabulary = tables.last_start.get("vocabulary")
-    if isinstance(vocabulary, int) and vocabulary > 1:
+    if tables.pair_loss is None and isinstance(vocabulary, int) and vocabulary > 1:
         guessing = fixed(math.log(vocabulary))
         is_worse = bool(step) and last > math.log(vocabulary)
         found.append(f"{_WORSE} {guessing}" if is_worse else f"guessing {guessing}")
@@ -230,6 +269,8 @@ def _heldout(tables: Tables) -> Check:
             mark = BAD
     if trained := [value for _, value in tables.numbers("loss")[-10:]]:
         found.append(f"last training losses {fixed(fmean(trained))}")
+    if right := column(tables.evaluations, "accuracy"):
+        found.append(f"accuracy {percent(right[-1][1])}")
     return Check(mark, name, ", ".join(found), said)
 
 

@@ -142,7 +142,8 @@ class Watcher:
         elif is_of_all(line):
             self._heldout, self._evaluated = as_number(line.get("loss")), line["step"]
             if self._heldout is not None:
-                self._best = min(self._heldout, self._best or self._heldout)
+                before = self._heldout if self._best is None else self._best
+                self._best = min(self._heldout, before)
         elif kind == "event" and line.get("event") != "memory_compared":
             self._events.append(f"step {line['step']:,}: {in_words(line)}")
 

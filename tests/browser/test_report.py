@@ -43,11 +43,15 @@ def pages(tmp_path_factory):
     status = runs.status("failed", reason=HOSTILE, exit_code=75)
     hostile = runs.write_run(root / "<b>run", LINES, status, config=f"# {HOSTILE}\n")
     plain = runs.write_run(root / "plain", runs.history(3000))
+    config = runs.PREFERENCE.format(loss="dpo", beta=0.1)
+    answers = runs.preferred_history(falls=0.4)
+    preferred = runs.write_run(root / "preferred", answers, config=config)
     few = runs.write_run(root / "few", [runs.start_line(0), runs.train_line(1, loss=1e30)])
     return {
         "hostile": write_report(hostile),
         "plain": write_report(plain),
         "few": write_report(few),
+        "preferred": write_report(preferred),
         "compared": write_comparison([hostile, plain], root / "c.html"),
     }
 
@@ -77,7 +81,7 @@ def opened(browser, path, said, **options):
     return page
 
 
-@pytest.mark.parametrize("name", ["hostile", "plain", "few", "compared"])
+@pytest.mark.parametrize("name", ["hostile", "plain", "few", "preferred", "compared"])
 @pytest.mark.parametrize(("width", "scheme"), diagonal([1280, 390], ["light", "dark"]))
 def test_a_page_is_silent_fits_and_its_labels_do_not_overlap(pages, chromium, name, width, scheme):
     said = []
@@ -94,7 +98,7 @@ def test_a_page_is_silent_fits_and_its_labels_do_not_overlap(pages, chromium, na
     page.close()
 
 
-@pytest.mark.parametrize("name", ["hostile", "plain", "few", "compared"])
+@pytest.mark.parametrize("name", ["hostile", "plain", "few", "preferred", "compared"])
 def test_with_scripts_off_every_figure_is_drawn_and_hostile_text_is_text(pages, chromium, name):
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()

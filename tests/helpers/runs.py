@@ -164,6 +164,46 @@ def history(steps: int = 300, every: int = 10, evaluate_every: int = 100) -> lis
     return [*lines, end_line(steps)]
 
 
+def pair_fields(step: int, *, falls: float = 0.1) -> dict:
+    """What a line of a run on pairs has beside the others. falls: share of log p that is lost"""
+    learned = 1 - math.exp(-step / 60)
+    return {
+        "loss": math.log(2) - 0.2 * learned + (0.01 * noise(5, step) if step else 0.0),
+        "pairs": 32,
+        "accuracy": 0.5 + 0.2 * learned,
+        "margin": 0.8 * learned,
+        "chosen_reward": 0.3 * learned,
+        "rejected_reward": -0.5 * learned,
+        "chosen_logp": -420.0 * (1 + falls * learned),
+        "rejected_logp": -400.0 * (1 + (falls + 0.1) * learned),
+        "chosen_loss": 2.1 * (1 + falls * learned),
+    }
+
+
+PREFERENCE = """data:
+  seq_len: 2048
+preference:
+  loss: {loss}
+  beta: {beta}
+run:
+  dir: runs/preferred
+"""
+
+
+def preferred_history(*, evaluated: bool = True, falls: float = 0.1) -> list[dict]:
+    """The lines of a run on pairs of answers."""
+    lines = []
+    for line in history():
+        fields = pair_fields(line["step"], falls=falls)
+        if line["kind"] == "eval" and evaluated:
+            lines.append(line | fields | {"perplexity": None, "bits_per_byte": None})
+        elif line["kind"] == "train":
+            lines.append(line | fields)
+        elif line["kind"] not in ("eval", "sample"):
+            lines.append(line)
+    return lines
+
+
 def interrupted_history() -> list[dict]:
     """Killed after step 178, resumed at step 100: lines up to 178 stand twice, and differ."""
     whole = history()

@@ -55,3 +55,24 @@ def test_runs_whose_models_are_cut_otherwise_differ_in_their_strategy(tmp_path):
     assert differences([collect(a), collect(b)]) == [
         ("strategy", ["ddp", "ddp × tensor parallel 2"])
     ]
+
+
+def preferred(folder, name, loss="dpo", beta=0.1, **changes):
+    first, *lines = runs.preferred_history()
+    lines = [line | changes if line["kind"] == "eval" else line for line in lines]
+    config = runs.PREFERENCE.format(loss=loss, beta=beta)
+    return collect(runs.write_run(folder / name, [first | {"run_id": name}, *lines], config=config))
+
+
+def test_runs_with_one_loss_of_pairs_are_compared_by_it(tmp_path):
+    page = render([preferred(tmp_path, "a"), preferred(tmp_path, "b", loss="dpo", accuracy=0.9)])
+    assert "a and b end equal: held-out loss" in page
+    assert "nats a pair" in page
+
+
+@pytest.mark.parametrize("other", [{"loss": "ipo"}, {"beta": 0.2}])
+def test_runs_with_other_losses_of_pairs_are_compared_by_accuracy(tmp_path, other):
+    page = render([preferred(tmp_path, "a"), preferred(tmp_path, "b", accuracy=0.9, **other)])
+    assert "b ends highest: held-out accuracy 0.900, 0.201 above a." in page
+    assert "What is computed of a pair differs" in page
+    assert page.count("<figure") == 1

@@ -132,6 +132,40 @@ def test_a_router_loss_has_a_figure_where_there_is_one(tmp_path):
         assert ("router_loss" in found) == shown
 
 
+@pytest.mark.parametrize(
+    ("loss", "limits", "names"),
+    [
+        ("dpo", ["ln 2: no preference"], ["chosen", "rejected"]),
+        ("ipo", [], ["chosen", "rejected"]),
+        ("kto", [], ["good", "bad"]),
+    ],
+)
+def test_a_run_on_pairs_has_figures_of_its_answers(tmp_path, loss, limits, names):
+    config = runs.PREFERENCE.format(loss=loss, beta=0.1)
+    tables = collect(runs.write_run(tmp_path, runs.preferred_history(), config=config))
+    found = {one.name: one for one in figures(tables)}
+    assert list(found)[:4] == ["loss", "accuracy", "reward", "logp"]
+    assert (found["loss"].unit, [name for name, _ in found["loss"].limits]) == (
+        "nats a pair",
+        limits,
+    )
+    assert [one.label for one in found["accuracy"].series] == ["training", "held-out"]
+    assert found["accuracy"].limits == (("guessing", 50.0),)
+    assert found["accuracy"].series[1].curve.mean[0] == 50.0
+    assert [[one.label for one in found[name].series] for name in ("reward", "logp")] == [names] * 2
+
+
+def test_figures_of_answers_are_left_out_where_there_are_none(tmp_path):
+    config = runs.PREFERENCE.format(loss="reward", beta=0.1)
+    none = {"chosen_logp": None, "rejected_logp": None, "chosen_loss": None}
+    lines = [line | none if "pairs" in line else line for line in runs.preferred_history()]
+    (tmp_path / "scores").mkdir()
+    found = collect(runs.write_run(tmp_path / "scores", lines, config=config))
+    assert [one.name for one in figures(found)][:3] == ["loss", "accuracy", "reward"]
+    plain = collect(runs.write_run(tmp_path, runs.history()))
+    assert not {"accuracy", "reward", "logp"} & {one.name for one in figures(plain)}
+
+
 def test_the_notebooks_part_has_the_verdict_and_the_figure_and_no_script(tmp_path):
     part = inline(collect(runs.write_run(tmp_path, HOSTILE_LINES)))
     assert "Held-out loss" in part

@@ -231,3 +231,50 @@ def test_a_run_whose_last_evaluation_is_not_finite_says_so_everywhere(tmp_path, 
         assert f"→ not finite, best {best} at step" in shown
     else:
         assert shown == "held-out   not finite in every evaluation"
+
+
+def preferred(folder, loss="dpo", beta=0.1, **how):
+    config = runs.PREFERENCE.format(loss=loss, beta=beta)
+    return collect(runs.write_run(folder, runs.preferred_history(**how), config=config))
+
+
+def test_of_a_run_on_pairs_the_accuracy_is_told(tmp_path):
+    found = preferred(tmp_path)
+    said = verdict.sentence(found)
+    assert said.startswith("Finished. Held-out loss fell from 0.693 to 0.48")
+    assert said.endswith("Accuracy went from 50 % to 70 % of the held-out pairs.")
+    assert [name for name, *_ in verdict.figures(found)][:2] == ["held-out loss", "accuracy"]
+    (one,) = [one for one in verdict.checks(found) if one.name == "held-out loss"]
+    assert "guessing" not in one.found
+    assert "accuracy 70 %" in one.found
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize(
+    ("loss", "falls", "remedy"),
+    [
+        ("dpo", 0.1, None),
+        ("dpo", 0.5, "preference.sft_weight"),
+        ("kto", 0.5, "preference.beta"),
+        ("dpo", -0.5, None),
+    ],
+)
+def test_it_is_told_when_chosen_answers_become_unlikely(tmp_path, loss, falls, remedy, evaluated):
+    said = verdict.sentence(preferred(tmp_path, loss, evaluated=evaluated, falls=falls))
+    assert (remedy is None) == ("likelihood displacement" not in said)
+    if remedy:
+        share = "50 %" if evaluated else "39 %"
+        assert f"The log-probability of chosen answers fell by {share} from its start" in said
+        assert f"a larger {remedy}, or a lower learning rate" in said
+
+
+def test_a_loss_below_zero_is_rising_where_it_is_higher(tmp_path):
+    lines = [line for line in runs.preferred_history() if line["kind"] != "eval"]
+    for losses, rising in (((0.5, -1.0, -0.995), False), ((0.5, -1.0, -0.9), True)):
+        own = [runs.eval_line(100 * n, loss=loss) for n, loss in enumerate(losses)]
+        said = verdict.sentence(tables(tmp_path / str(rising), [*lines, *own]))
+        assert ("is rising: 10 % above its best, -1.000" in said) == rising
+
+
+def test_a_model_that_scores_is_used_by_no_command_that_writes(tmp_path):
+    assert verdict.uses(preferred(tmp_path, "reward")) == ["llmtrain evaluate runs/preferred"]
