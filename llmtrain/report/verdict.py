@@ -213,14 +213,12 @@ def _preferred(tables: Tables) -> list[str]:
         share = len(steps) // 10
         enough = len(steps) >= _SCORED
         losses = [fmean(steps[:share]), fmean(steps[-share:])] if enough else []
-    if losses and losses[0] > 0 and losses[-1] / losses[0] - 1 > _FALLEN:
-        fell = (
-            f"The log-probability of chosen answers fell by {percent(losses[-1] / losses[0] - 1)}"
-        )
+    fallen = losses[-1] / losses[0] - 1 if losses and losses[0] > 0 else 0.0
+    if fallen > _FALLEN:
         what = "preference.beta" if tables.pair_loss == "kto" else "preference.sft_weight"
         said.append(
-            f"{fell} from its start (likelihood displacement), so the model writes them less "
-            f"often: a larger {what}, or a lower learning rate, holds them."
+            f"The log-probability of chosen answers fell by {percent(fallen)} from its start "
+            f"(likelihood displacement): a larger {what} or a lower learning rate holds it."
         )
     return [one for one in said if one]
 

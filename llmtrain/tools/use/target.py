@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint import candidates, format as form
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, PreferenceConfig
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
@@ -74,6 +74,14 @@ class Target:
         """The step of a checkpoint; None for any other model."""
         step: int | None = self.state.get("step")
         return step
+
+    @property
+    def preference(self) -> PreferenceConfig:
+        """The section `preference` of the run that saved a checkpoint; else its defaults."""
+        config, prefix = self.state.get("config") or {}, "preference."
+        return PreferenceConfig.model_validate(
+            {k.removeprefix(prefix): v for k, v in config.items() if k.startswith(prefix)}
+        )
 
     @property
     def is_adapter(self) -> bool:

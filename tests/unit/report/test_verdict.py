@@ -265,7 +265,7 @@ def test_it_is_told_when_chosen_answers_become_unlikely(tmp_path, loss, falls, r
     if remedy:
         share = "50 %" if evaluated else "39 %"
         assert f"The log-probability of chosen answers fell by {share} from its start" in said
-        assert f"a larger {remedy}, or a lower learning rate" in said
+        assert f"a larger {remedy} or a lower learning rate" in said
 
 
 def test_a_loss_below_zero_is_rising_where_it_is_higher(tmp_path):

@@ -24,13 +24,13 @@ def text(target: Target, dtype: str, *, merged: bool) -> str:
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    base = _base(target)
+    base, scores = _base(target), target.preference.loss == "reward"
     data = ModelCardData(
         base_model=_hub_id(base.path) if base else None,
         datasets=[source["path"] for source in _sources(target) if source["remote"]] or None,
         license=_license(base),
         library_name="peft" if target.is_adapter and not merged else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if scores else "text-generation",
         tags=["llmtrain"],
     )
     body = "\n".join(_lines(target, base, dtype, data.license))
@@ -44,6 +44,9 @@ def _lines(target: Target, base: Base | None, dtype: str, license_: str | None) 
     if base:
         commit = f" at {base.revision}" if base.revision else ""
         yield f"| base | {_plain(_hub_id(base.path) or Path(base.path).name)}{commit} |"
+    if (asked := target.preference).answers:
+        beta = "" if asked.loss == "reward" else f", beta {asked.beta:g}"
+        yield f"| preference loss | {asked.loss}{beta} |"
     for source in _sources(target):
         where = source["path"] if source["remote"] else Path(source["path"]).name
         at = f" at {source['revision']}" if source.get("revision") else ""

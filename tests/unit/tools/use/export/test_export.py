@@ -11,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -435,6 +436,30 @@ def test_the_card_of_an_adapter_names_its_base_and_takes_over_its_licence(tmp_pa
     assert "base_model: owner/name" in text
     assert "| base | owner/name at abc |" in text
     assert "library_name: transformers" in text
+    assert "preference loss" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "task"),
+    [
+        ({"preference.loss": "dpo"}, "| preference loss | dpo, beta 0.1 |", "text-generation"),
+        (
+            {"preference.loss": "kto", "preference.beta": 0.5},
+            "| preference loss | kto, beta 0.5 |",
+            "text-generation",
+        ),
+        ({"preference.loss": "reward"}, "| preference loss | reward |", "text-classification"),
+    ],
+)
+def test_the_card_names_the_loss_of_pairs(run, tmp_path, settings, row, task):
+    from llmtrain.tools.use.export import card
+    from llmtrain.tools.use.target import find_target
+
+    target = find_target(str(run))
+    state = {**target.state, "config": {**target.state.get("config", {}), **settings}}
+    text = card.text(replace(target, state=state), "fp32", merged=True)
+    assert row in text
+    assert f"pipeline_tag: {task}" in text
 
 
 class Hub:
