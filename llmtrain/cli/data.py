@@ -22,7 +22,7 @@ from llmtrain.system import cores
 from llmtrain.text import columns, fit, harmless, wrap
 
 if TYPE_CHECKING:
-    from llmtrain.tools.data.inspect import Inspection, Shown, SourceFacts
+    from llmtrain.tools.data.inspect import Inspection, PairFacts, Shown, SourceFacts
     from llmtrain.tools.data.tokenize import Repacked, Tokenized
     from llmtrain.tools.data.which import DocumentSpan, StepDocuments
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BAR = 40
 SHOWN_DOCUMENTS = 6  # of a block
 SHOWN_LINES = 3  # of a document
+SHOWN_PROMPT = 80  # characters of a pair's prompt
 INDENT = "    "
 
 
@@ -49,11 +50,13 @@ def inspection(found: Inspection) -> Iterator[str]:
         first, *rest = wrap(str(found.few_steps), options.WIDTH - 10)
         yield f"note      {first}"
         yield from (f"          {line}" for line in rest)
-    if found.sequences is not None:
+    if found.pairs is not None:
+        yield from _pairs(found.pairs)
+    elif found.sequences is not None:
         each = f"{found.rewriting:.2f} tokens for each of whole conversations"
         yield f"chat      {found.sequences:,} sequences, {each}, {found.straddles:,} cut in two"
-        for why, rows in (found.rejected or {}).items():
-            yield f"          {rows:,} rows rejected: {why}"
+    for why, rows in (found.rejected or {}).items():
+        yield f"          {rows:,} rows rejected: {why}"
     for source in found.sources:
         yield ""
         yield from _source(source)
@@ -69,6 +72,21 @@ def inspection(found: Inspection) -> Iterator[str]:
     for block in found.blocks:
         yield ""
         yield from _block(block)
+
+
+def _pairs(found: PairFacts) -> Iterator[str]:
+    """Yield the number of pairs, their lengths, and what is left out or cut."""
+    names: Sequence[str] = ("chosen", "rejected")
+    what = "pairs"
+    if found.desirable is not None:
+        names, what = ("answer",), f"answers, {found.desirable:,} of them desirable and "
+        what += f"{found.undesirable:,} undesirable"
+    yield f"pairs     {found.pairs:,} {what}; {found.a_block:.2f} in a block"
+    yield "          tokens of          median    90 % within    most"
+    for name, size in zip(("prompt", *names), (found.prompt, *found.answers), strict=True):
+        yield f"          {name:<14} {size.median:>10,} {size.most_of_90:>14,} {size.most:>7,}"
+    cut = f"{found.too_long:,} left out as too long, {found.truncated:,} cut"
+    yield f"          {cut}, {found.equal:,} with equal answers"
 
 
 def _mark(name: str, of: Inspection | SourceFacts) -> str:
@@ -110,7 +128,9 @@ def _block(block: Shown) -> Iterator[str]:
     edges = [0, *block.borders, len(block.text)]
     texts = [_with_marks(block, start, stop) for start, stop in pairwise(edges)]
     for number, text in enumerate(texts[:SHOWN_DOCUMENTS]):
-        if number:
+        if block.halves:
+            yield f"{INDENT}-------- pair {number // 2 + 1}: {block.halves[number]}"
+        elif number:
             yield f"{INDENT}-------- document border"
         yield from _text(text)
     if len(texts) > SHOWN_DOCUMENTS:
@@ -126,6 +146,9 @@ def _with_marks(block: Shown, start: int, stop: int) -> str:
         a, b = max(begin, start) - start, min(end, stop) - start
         if a < b:
             text = f"{text[:a]}⟦{text[a:b]}⟧{text[b:]}"
+    answer = text.find("⟦")
+    if block.halves and answer > SHOWN_PROMPT:
+        return f"... {text[answer - SHOWN_PROMPT :]}"
     return text
 
 
@@ -149,7 +172,7 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
     yield ""
     rows = [_row(document) for document in found.documents]
     head = ("block", "tokens", "source", "id", "title")
-    limits = (12, 11, 21, 16, options.WIDTH)
+    limits = (12, 19, 21, 16, options.WIDTH)
     widths = [
         min(limit, max(columns(row[i]) for row in [head, *rows])) for i, limit in enumerate(limits)
     ]
@@ -159,6 +182,9 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
         yield _in_columns(row, widths)
         if document.text is not None:
             yield from _lines(document.text)
+        if document.second_text is not None:
+            yield f"{INDENT}-------- the second half of the pair"
+            yield from _lines(document.second_text)
 
 
 def _check(found: StepDocuments) -> str:
@@ -177,7 +203,7 @@ def _row(document: DocumentSpan) -> tuple[str, ...]:
     place = f"{document.file} " + (f"{document.group}:" if document.group is not None else "")
     cells = (
         f"{document.g}",
-        f"{document.span[0]}:{document.span[1]}",
+        ":".join(str(place) for place in (*document.span, *(document.second or ()))),
         document.source,
         document.id or "-",
         document.title or document.url or f"{place}{document.at}",

@@ -218,7 +218,9 @@ def _lanes(
         return by_default
     units = sum(1 if unit.group < 0 else unit.stop - unit.start for _, unit in parts)
     nbytes = sum(file_parts.text_size(source, unit, reader) for source, unit in parts)
-    few = default_chat_lanes(processes, units, nbytes / (BYTES_A_TOKEN * settings.data.seq_len))
+    # A judged answer stands in its block with another one behind the same prompt.
+    tokens = nbytes / BYTES_A_TOKEN * (2 if settings.preference.answers == "feedback" else 1)
+    few = default_chat_lanes(processes, units, tokens / settings.data.seq_len)
     return few if all(chat) or few == 1 else by_default
 
 

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, cycle, repeat
+from itertools import chain, cycle, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +73,9 @@ class Counted:
     looked_at: rows
     duplicates: texts that were seen before
     lengths: tokens of a document → how many of the documents that were looked at
-    chat: what happened to the conversations that were looked at, as in `chat.Encoded`
+    chat: what happened to the conversations that were looked at, as in `encode.Encoded`
+    answers: of each pair that was looked at, the tokens of its prompt and of both answers; of a
+        judged answer, of its prompt and of the answer
     """
 
     exact: bool
@@ -85,6 +87,7 @@ class Counted:
     duplicates: int
     lengths: Counter[int]
     chat: Counter[str]
+    answers: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ def count_documents(
         duplicates=len(hashes) - len(np.unique(hashes)),
         lengths=counter.lengths,
         chat=counter.chat,
+        answers=counter.answers,
     )
 
 
@@ -230,6 +234,7 @@ class _Counter:
         self.hashes: array[int] = array("Q")
         self.lengths: Counter[int] = Counter()
         self.chat: Counter[str] = Counter()
+        self.answers: list[tuple[int, ...]] = []
 
     def count(self, units: Sequence[int], limit: int | None) -> tuple[bool, np.ndarray, np.ndarray]:
         """Look at pieces of these units in random order, and scale the result to all of them.
@@ -298,6 +303,11 @@ class _Counter:
             self.chat.update(encoded.counts)
             if length:  # else `chat` counts why a conversation has none
                 self.lengths[length] += 1
+            if encoded.trained is not None and (encoded.second or encoded.answer):
+                prompt = int(encoded.trained.argmax())  # up to the first token that is trained
+                edges = [0, encoded.second, length] if encoded.second else [0, length]
+                each = (stop - first - prompt for first, stop in pairwise(edges))
+                self.answers.append((prompt, *each))
         size = sum(sizes)
         if self.source.cached:
             met[:3] += len(documents), size * nbytes / max(1, tokens), size

@@ -16,6 +16,7 @@ from llmtrain.data.chat.rows import (
     MESSAGE_KEYS,
     REASONING,
     BadRowError,
+    answers_of,
     columns_of_form,
     read_row,
 )
@@ -62,8 +63,12 @@ def check_first_rows(survey: Survey, encoder: DocumentEncoder) -> list[Encoded]:
 
 
 def share_filled(rows: Sequence[Encoded], seq_len: int) -> float:
-    """Return the share of blocks that sequences of conversations fill, a block each."""
-    lengths = [stop - first for row in rows for first, stop in pairwise(row.cuts)]
+    """Return the share of blocks that sequences of conversations fill, a block each.
+
+    A judged answer has another one beside it, which is about as long.
+    """
+    pieces = ((row, first, stop) for row in rows for first, stop in pairwise(row.cuts))
+    lengths = [(stop - first) * (2 if row.answer else 1) for row, first, stop in pieces]
     return sum(lengths) / max(1, len(lengths) * (seq_len + 1))
 
 
@@ -124,13 +129,19 @@ def describe_unread(counts: Mapping[str, int]) -> str:
 
 
 def with_marks(encoded: Encoded, tokenizer: Tokenizer) -> str:
-    """Return the first sequence of a conversation as text, what is trained of it in ⟦…⟧."""
+    """Return the first sequence of a conversation as text, what is trained of it in ⟦…⟧.
+
+    Both halves of a pair are shown, with a line between them.
+    """
     assert encoded.trained is not None
     stop = encoded.cuts[1]
-    flags, ids = encoded.trained[:stop], encoded.ids[:stop]
-    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), stop]
-    parts = [(tokenizer.decode(ids[a:b]), bool(flags[a])) for a, b in pairwise(edges)]
-    return "".join(f"⟦{text}⟧" if trained else text for text, trained in parts)
+    texts = []
+    for begin, end in pairwise([0, encoded.second, stop] if encoded.second else [0, stop]):
+        flags, ids = encoded.trained[begin:end], encoded.ids[begin:end]
+        edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), end - begin]
+        parts = [(tokenizer.decode(ids[a:b]), bool(flags[a])) for a, b in pairwise(edges)]
+        texts.append("".join(f"⟦{text}⟧" if trained else text for text, trained in parts))
+    return "\n--------\n".join(texts)
 
 
 def _rows(source: Source, seed: int, reader: Reader, encoder: DocumentEncoder) -> Iterator[_Row]:
@@ -145,10 +156,11 @@ def _problems(
     good = [one for one in rows if one.encoded.bad is None]
     if good and all(one.encoded.trained is None for one in good):
         if any(not one.encoded.counts.get("untrained") for one in good):
-            expected = (
-                f"room for a prompt and the beginning of its answer, which none of the first "
-                f"{len(rows)} rows of {source.label} has"
-            )
+            what = "a prompt and the beginning of its answer"
+            if answers_of(source.form) == "pairs":
+                what = "both answers of a pair, each with its prompt"
+            expected = f"room for {what}, which none of the first {len(rows)} rows of "
+            expected += f"{source.label} has"
             yield Problem("data.seq_len", seq_len, expected, "longer blocks")
             return
         expected = f"a turn of the assistant to train on in the first {len(rows)} rows"

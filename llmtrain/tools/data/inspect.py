@@ -16,8 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+
 from llmtrain.config.binding import data_settings
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Answers, Config
 from llmtrain.data.audit.count import Counted, count_documents, epoch
 from llmtrain.data.audit.first_rows import count_unread
 from llmtrain.data.audit.ledger import LaneDocument, document_of, is_whole, replay
@@ -25,6 +27,7 @@ from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import Block
 from llmtrain.data.manifest import DataManifest
+from llmtrain.data.packing import PlacedPair
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import Stream, open_stream as open_blocks
 from llmtrain.data.survey import check
@@ -84,13 +87,48 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """Numbers of tokens: the median, that which 90 % do not exceed, and the largest."""
+
+    median: int
+    most_of_90: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairFacts:
+    """What is known of the pairs, or judged answers, that were looked at.
+
+    pairs: their number
+    prompt: tokens of it
+    answers: tokens of the chosen and of the rejected one, or of the judged one
+    too_long: rows that are left out for their length
+    truncated: pairs of which an answer is cut
+    equal: rows whose answers are equal, those that are so once cut too
+    a_block: mean number of pairs in the first blocks
+    desirable, undesirable: of judged answers; None = these are pairs
+    """
+
+    pairs: int
+    prompt: Tokens
+    answers: tuple[Tokens, ...]
+    too_long: int
+    truncated: int
+    equal: int
+    a_block: float
+    desirable: int | None = None
+    undesirable: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Shown:
     """One block as text, without its padding.
 
-    borders: positions in `text` at which another document begins
+    borders: positions in `text` at which another document, or half of a pair, begins
     trained: [begin, end) of the characters that are trained on
     padding: in tokens
     conversations: whether its source has conversations, of which only answers are trained
+    halves: what each part of the text is, in a block of pairs
     """
 
     g: int
@@ -100,6 +138,7 @@ class Shown:
     trained: tuple[tuple[int, int], ...]
     padding: int
     conversations: bool = False
+    halves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +154,7 @@ class Inspection:
     rejected: why rows cannot be used → how many
     rewriting: ids of all sequences for each id that one sequence a row would have
     few_steps: what the run is, if its epochs are few steps, and what to set for more; else None
+    pairs: facts of pairs or judged answers, which have no sequences; None = there are none
     """
 
     sources: tuple[SourceFacts, ...]
@@ -136,6 +176,7 @@ class Inspection:
     rejected: Mapping[str, int] | None = None
     rewriting: float | None = None
     few_steps: FewSteps | None = None
+    pairs: PairFacts | None = None
 
     def to_json(self) -> JsonObject:
         """Return the object that `--json` prints."""
@@ -180,7 +221,7 @@ def _inspection(
     counted = all(one.exact for one in found)
     state = DataState.fresh(manifest) if counted and config.training.epochs is not None else None
     once = epoch(manifest, encoder, reading, found, state)
-    packed = _pack(manifest, encoder, reader, blocks, once.blocks)
+    packed, in_block = _pack(manifest, encoder, reader, blocks, once.blocks)
     training = config.training
     blocks_of_run = (training.epochs or 0) * once.blocks
     if training.steps is not None:
@@ -211,6 +252,7 @@ def _inspection(
         lengths=_buckets(found),
         estimated=(*estimated, "documents_cut"),
         few_steps=few_steps(config.training, asdict(once), manifest),
+        pairs=_pairs(found, manifest.answers, in_block),
         **_chat(found),
         **packed,
     )
@@ -232,26 +274,57 @@ def _chat(found: Sequence[Counted]) -> JsonObject:
     }
 
 
+def _pairs(found: Sequence[Counted], answers: Answers | None, in_block: float) -> PairFacts | None:
+    """Return the facts of pairs, or judged answers. in_block: their mean number in a block"""
+    if answers is None:
+        return None
+    counts: Counter[str] = Counter()
+    for one in found:
+        counts.update(one.chat)
+    columns = np.array([lengths for one in found for lengths in one.answers], np.int64)
+    columns = columns.reshape(-1, 2 if answers == "feedback" else 3)
+    prompt, *each = (_tokens(column) for column in columns.T)
+    judged = (counts["desirable"], counts["undesirable"]) if answers == "feedback" else ()
+    return PairFacts(
+        len(columns),
+        prompt,
+        tuple(each),
+        counts["too_long"],
+        counts["truncated"],
+        counts["equal"] + counts["rejected_equal"],
+        in_block,
+        *judged,
+    )
+
+
+def _tokens(lengths: np.ndarray) -> Tokens:
+    if not len(lengths):
+        return Tokens(0, 0, 0)
+    return Tokens(*np.quantile(lengths, (0.5, 0.9, 1.0), method="lower").tolist())
+
+
 def _pack(
     manifest: DataManifest, encoder: DocumentEncoder, reader: Reader, wanted: int, epoch_blocks: int
-) -> JsonObject:
+) -> tuple[JsonObject, float]:
     """Count in the first blocks, and keep the first `wanted` of them to show.
 
-    Return the fields of `Inspection` that this fills. A document that begins with the last id of a
-    block is not counted there: it begins again in the lane's next block.
+    Return the fields of `Inspection` that this fills, and the pairs of a block. A document that
+    begins with the last id of a block is not counted there: it begins again in the lane's next
+    block.
     """
     enough = min(epoch_blocks, MEASURED_TOKENS // manifest.seq_len)
     count = max(wanted, manifest.lanes, enough)
     shown: list[Shown] = []
     began: set[LaneDocument] = set()
     whole: set[LaneDocument] = set()
-    pads = blocks = 0
+    pads = blocks = pairs = 0
     tokenizer = encoder.tokenizer
     for g, block in replay(manifest, encoder, reader, DataState.fresh(manifest), 0, count):
         if g < wanted:
             shown.append(_shown(manifest, tokenizer, g, block))
         if block.source >= 0:
             blocks, pads = blocks + 1, pads + _padding(manifest, block)
+            pairs += len(block.pairs)
         for span in (s for s in block.spans if s.start == 0 and s.at < manifest.seq_len):
             document = document_of(manifest, g, block, span)
             began.add(document)
@@ -263,7 +336,7 @@ def _pack(
         "measured_blocks": blocks,
         "measured_documents": len(began),
         "blocks": tuple(shown),
-    }
+    }, pairs / max(1, blocks)
 
 
 def _padding(manifest: DataManifest, block: Block) -> int:
@@ -278,17 +351,29 @@ def _shown(manifest: DataManifest, tokenizer: Tokenizer, g: int, block: Block) -
     text = ""
     borders: list[int] = []
     trained: list[tuple[int, int]] = []
-    for span in block.spans:
-        ids = block.ids[span.at : span.at + span.stop - span.start]
+    parts = [(span.at, span.at + span.stop - span.start) for span in block.spans]
+    halves: list[str] = []
+    if block.pairs:
+        parts = [part for pair in block.pairs for part in (pair[:2], pair[2:4])]
+        halves = [name for pair in block.pairs for name in _halves(manifest.answers, pair)]
+    for begin, end in parts:
+        ids = block.ids[begin:end]
         borders += [len(text)] if text else []
-        for first, last in _runs(targets[span.at : span.at + len(ids)]):
-            begin, end = (len(text) + len(tokenizer.decode(ids[:i])) for i in (first, last))
-            trained.append((begin, end))
+        for first, last in _runs(targets[begin:end]):
+            marked = (len(text) + len(tokenizer.decode(ids[:i])) for i in (first, last))
+            trained.append((next(marked), next(marked)))
         text += tokenizer.decode(ids)
     source = manifest.labels[block.source] if block.source >= 0 else None
     padding, marks = _padding(manifest, block), tuple(_join(trained))
     chat = block.source >= 0 and manifest.sources[block.source].form is not None
-    return Shown(g, source, text, tuple(borders), marks, padding, chat)
+    return Shown(g, source, text, tuple(borders), marks, padding, chat, tuple(halves))
+
+
+def _halves(answers: Answers | None, pair: PlacedPair) -> tuple[str, str]:
+    """Return what both halves of a pair are."""
+    if answers == "feedback":
+        return "desirable" if pair.desirable else "undesirable", "the answer of another row"
+    return "chosen", "rejected"
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:

@@ -243,6 +243,7 @@ def _what_counts(config: schema.Config) -> schema.Config:
         model=config.model.model_copy(update={"config": shape}),
         data=data,
         chat=schema.ChatConfig(template=config.chat.template),  # which adds tokens
+        preference=config.preference,  # with one, no source is a text
         training=schema.TrainingConfig(steps=1),
         distributed=config.distributed,
     )
@@ -276,6 +277,8 @@ def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, 
         # Raise UserError with every source that has no texts to tokenize.
         cached = "documents of text; a token cache is tokenized already"
         talks = "documents of text: a token cache cannot say which tokens of a turn are trained"
+        if found.settings.preference.answers:
+            talks = "documents of text: a token cache cannot say which answer is the better one"
         refused = (one for one in found.sources if one.cached or one.form is not None)
         raise_any(Problem("data.sources", s.path, cached if s.cached else talks) for s in refused)
         write_data(config, found, work, None)

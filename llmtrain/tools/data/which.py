@@ -43,7 +43,7 @@ _PLACE = re.compile(r"data\.sources(\.\d+\.path)?=")
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpan:
-    """A document, or a part of one, in a block of the step.
+    """A document, or a part of one, in a block of the step. A pair of answers is one document.
 
     g: the block's number
     span: [start, stop) among the tokens of the block
@@ -51,7 +51,10 @@ class DocumentSpan:
     file: relative to the source
     group: row group of a parquet file, else None
     at: row of the group, or the byte at which the line begins
-    text: of these tokens, if it was asked for
+    text: of these tokens, if it was asked for; of a pair that of its first half
+    second: [start, stop) of the second half of a pair among the tokens of the block; the answer in
+        it is of another row where the first one was judged
+    second_text: of these tokens, if it was asked for
     """
 
     source: str
@@ -65,6 +68,8 @@ class DocumentSpan:
     group: int | None
     at: int
     text: str | None
+    second: tuple[int, int] | None = None
+    second_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,15 @@ class StepDocuments:
     documents: tuple[DocumentSpan, ...]
 
     def to_json(self) -> JsonObject:
-        """Return the object that `--json` prints; with `text` only if it was asked for."""
+        """Return the object that `--json` prints, without what a document does not have.
+
+        Texts are there only if they were asked for, and a second half only of pairs.
+        """
         values = asdict(self)
         for document in values["documents"]:
-            if document["text"] is None:
-                del document["text"]
+            for name in ("text", "second", "second_text"):
+                if document[name] is None:
+                    del document[name]
         return values
 
 
@@ -310,17 +319,23 @@ def _documents(
         DocumentSpan(
             source=manifest.labels[block.source],
             g=g,
-            span=(span.at, span.at + span.stop - span.start),
             tokens=(span.start, span.stop),
-            text=_text(block, span, tokenizer),
+            **_places(block, span, tokenizer),
             **known[document]._asdict(),
         )
         for g, block, span, document in placed
     )
 
 
-def _text(block: Block, span: Span, tokenizer: Tokenizer | None) -> str | None:
-    """Return the document's tokens in the block as text; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return text_of(tokenizer, block.ids[span.at : span.at + span.stop - span.start])
+def _places(block: Block, span: Span, tokenizer: Tokenizer | None) -> JsonObject:
+    """Return where a document is in the block, and its text there if a tokenizer is given."""
+    pair = next((pair for pair in block.pairs if pair.begin == span.at), None)
+    stop = span.at + span.stop - span.start
+    first, second = (span.at, stop), None
+    if pair is not None:
+        first, second = (pair.begin, pair.end), (pair.second, pair.stop)
+    texts = [
+        text_of(tokenizer, block.ids[slice(*part)]) if tokenizer and part else None
+        for part in (first, second)
+    ]
+    return {"span": first, "text": texts[0], "second": second, "second_text": texts[1]}

@@ -123,9 +123,13 @@ def write_data(
                     *(source.label, first_rows.FIRST, first_rows.describe_unread(counts)),
                 )
         if rows:
+            what = {"pairs": "pair", "feedback": "judged answer", None: "conversation"}
             _log.info(
-                "the first conversation, trained in ⟦⟧: %s",
-                first_rows.with_marks(rows[0], tokenizer),
+                "the first %s, trained in ⟦⟧: %s",
+                *(
+                    what[found.settings.preference.answers],
+                    first_rows.with_marks(rows[0], tokenizer),
+                ),
             )
         if why:
             filled = 100 * first_rows.share_filled(rows, config.data.seq_len)
