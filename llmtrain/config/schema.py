@@ -338,6 +338,11 @@ class PreferenceConfig(Section):
         return "feedback" if self.loss == "kto" else "pairs"
 
     @property
+    def scores(self) -> bool:
+        """Whether the model is to score answers, as a reward model does, instead of tokens."""
+        return self.loss == "reward"
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss compares with the log-probabilities of a reference."""
         return self.loss not in ("none", "orpo", "simpo", "cpo", "reward")

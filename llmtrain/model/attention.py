@@ -44,6 +44,7 @@ from transformers import (
 )
 
 from llmtrain.errors import Problem, raise_any
+from llmtrain.model.scorer import outputs
 from llmtrain.torch_private import unset_fake_temporarily
 from llmtrain.types import NOT_TRAINED, MicroBatch
 
@@ -406,9 +407,9 @@ def why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     model.eval()
     try:
         with torch.no_grad():
-            expected = model(ids, use_cache=False).logits if compare else None
+            expected = outputs(model, ids, use_cache=False) if compare else None
             model.set_attn_implementation(_TRIED)
-            logits = model(ids, **one_document).logits
+            logits = outputs(model, ids, **one_document)
     except OtherAttentionError as error:
         return str(error)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.model import scorer
 from llmtrain.model.base import KEY, Base
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens, grow, rows_for, set_rows
@@ -28,15 +29,23 @@ from llmtrain.model.trainable import freeze
 from llmtrain.model.untrusted import quantized
 from llmtrain.text import first_line
 
+_HEADS = ("lm_head.", "embed_out.", "output.")  # of causal models, as their classes name them
+_NOISE = ("drop", "jitter")  # parts of the names of fields
 _log = logging.getLogger(__name__)
 
 
 def model_config(
-    asked: ModelConfig, tokens: SpecialTokens, seq_len: int, base: Base | None = None
+    asked: ModelConfig,
+    tokens: SpecialTokens,
+    seq_len: int,
+    base: Base | None = None,
+    *,
+    scores: bool = False,
 ) -> PreTrainedConfig:
     """Return the transformers config of the model, checked against the tokenizer and `seq_len`.
 
     base: the weights that it begins with; None = it is made from `model.config`
+    scores: whether it is to score sequences, as a reward model does
 
     Its rows are enough for the tokenizer, also where those of the weights are not, which `build`
     adds. Raises UserError with every problem found.
@@ -46,6 +55,11 @@ def model_config(
     else:
         config = weights_config(base)
         set_rows(config, tokens.length, asked.pad_vocab_to)
+    if scores:
+        scorer.make_scorer(config, tokens.eos, tokens.pad)
+    elif scorer.is_scorer(config):
+        expected = "a language model; this one scores answers, as preference.loss=reward trains it"
+        raise UserError(Problem(KEY, base, expected))
     raise_any(_size_problems(config, tokens, seq_len))
     return config
 
@@ -68,7 +82,7 @@ def build(config: PreTrainedConfig, asked: ModelConfig, base: Base) -> PreTraine
     if wrong:
         expected = f"finite weights; {len(wrong)} tensors have NaN or inf ({', '.join(wrong[:3])})"
         raise UserError(Problem(KEY, base, expected, "another checkpoint of that model"))
-    _refuse_seeing_ahead(model)
+    _check(model)
     return _set_up(model, asked)
 
 
@@ -77,13 +91,25 @@ def stored_config(checkpoint: Path) -> PreTrainedConfig:
     return _without_code(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
 
 
+def without_noise(config: PreTrainedConfig) -> list[str]:
+    """Set each kind of dropout and noise in a config to 0, in place; return the fields changed."""
+    changed = []
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            changed += [f"{name}.{inner}" for inner in without_noise(value)]
+        elif isinstance(value, float) and value > 0 and any(part in name for part in _NOISE):
+            setattr(config, name, 0.0)
+            changed.append(name)
+    return sorted(changed)
+
+
 def rebuild(config: PreTrainedConfig, asked: ModelConfig) -> PreTrainedModel:
     """Return a model of this config with random weights, of torch's global generator.
 
     A checkpoint may be read into it later.
     """
     model = from_config(config)
-    _refuse_seeing_ahead(model)
+    _check(model)
     return _set_up(model, asked)
 
 
@@ -99,6 +125,13 @@ def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     return model
 
 
+def _check(model: PreTrainedModel) -> None:
+    """Raise UserError for a model that cannot be trained here."""
+    _refuse_seeing_ahead(model)
+    if scorer.is_scorer(model.config):
+        scorer.check(model)
+
+
 def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
     """Raise UserError for a model whose positions see later ones.
 
@@ -109,7 +142,7 @@ def _refuse_seeing_ahead(model: PreTrainedModel) -> None:
     other[0, -1] = 0
     model.eval()
     with torch.no_grad():
-        one, two = (model(part, use_cache=False).logits[0, :-1] for part in (ids, other))
+        one, two = (scorer.outputs(model, part, use_cache=False)[0, :-1] for part in (ids, other))
     if not torch.allclose(one, two, rtol=1e-3, atol=1e-4):
         key, expected = "model.config.model_type", "a model whose positions do not see later ones"
         raise UserError(Problem(key, model.config.model_type, expected))
@@ -151,7 +184,7 @@ def _read(config: PreTrainedConfig, base: Base) -> PreTrainedModel:
 
     model: PreTrainedModel
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = scorer.auto_class(config).from_pretrained(
             base.path,
             config=config,
             revision=base.revision or "main",
@@ -164,9 +197,13 @@ def _read(config: PreTrainedConfig, base: Base) -> PreTrainedModel:
     except (OSError, SafetensorError, ImportError, *CANNOT_BUILD) as error:
         expected = f"a model directory with whole safetensors: {first_line(error)}"
         raise UserError(Problem(KEY, base, expected)) from error
+    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if scorer.is_scorer(config) and not scorer.is_scorer(weights_config(base)):
+        missing -= {f"{scorer.SCORE}.weight"}  # it is new, and random
+        unexpected -= {name for name in unexpected if name.startswith(_HEADS)}
     wrong = {
-        "missing": sorted(report["missing_keys"]),
-        "unexpected": sorted(report["unexpected_keys"]),
+        "missing": sorted(missing),
+        "unexpected": sorted(unexpected),
         "of another shape": [
             f"{name}: {list(stored)} in the files, {list(wanted)} by config.json"
             for name, stored, wanted in sorted(report["mismatched_keys"])

@@ -44,6 +44,7 @@ from llmtrain.model.cross_entropy import (
     token_losses,
 )
 from llmtrain.model.preference import loss_and_sums, sequence_sums
+from llmtrain.model.scorer import is_scorer, outputs, score_layer, scores_of
 from llmtrain.pairs import PairTensors
 from llmtrain.text import first_line
 from llmtrain.types import NOT_TRAINED
@@ -200,7 +201,7 @@ class LossModule(nn.Module):
     ) -> None:
         """Wrap a model.
 
-        head: what `examine` has found; None = the loss is computed from logits.
+        head: what `examine` has found; None = the loss is computed from logits, or from scores.
         kernel: chunked, or torch for its `linear_cross_entropy`; only where there is a head.
         z_loss: factor of logsumexp², whose gradient is added, but not its value.
         preference: the loss of pairs of answers; None = the model is trained on texts. It is always
@@ -225,6 +226,7 @@ class LossModule(nn.Module):
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
         self._projection = (model.get_output_embeddings(),)
+        self._scores = (score_layer(model) if is_scorer(model.config) else None,)
         self._pass_on: PassOn = _nothing
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
@@ -290,7 +292,7 @@ class LossModule(nn.Module):
         each position, (B, T) fp32, 0 where it has no loss. Without labels it returns the logits of
         the last position, (B, V) fp32, or with `all_logits` of all, (B, T, V) fp32. With pairs it
         returns what `loss_and_sums` does, (1 + slots,) fp64; with `each`, without gradient, the
-        log-probabilities of both sequences of each pair, (N, 2) fp64.
+        log-probabilities or scores of both sequences of each pair, (N, 2) fp64.
         """
         keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
@@ -300,7 +302,7 @@ class LossModule(nn.Module):
         if labels is None:
             return self._logits(input_ids, keywords, all_logits)
         known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
-        if self.head is not None:
+        if self.head is not None or self._scores[0] is not None:
             hidden = self.model.base_model(input_ids, **keywords)[0]
             return self._from_hidden(hidden, labels, each, known, pairs)
         output = self._whole(input_ids, keywords, real)
@@ -317,8 +319,8 @@ class LossModule(nn.Module):
     def _logits(self, input_ids: Tensor, keywords: dict[str, Any], all_logits: bool) -> Tensor:
         """Return what `forward` does without labels."""
         if self.head is None or all_logits:
-            logits: Tensor = self.model(input_ids, **keywords).logits
-            return logits.float() if all_logits else logits[:, -1].float()
+            every = outputs(self.model, input_ids, **keywords)
+            return every.float() if all_logits else every[:, -1].float()
         hidden: Tensor = self.model.base_model(input_ids, **keywords)[0]
         return self.head.apply(self._projection[0](hidden[:, -1:]))[:, 0].float()
 
@@ -331,6 +333,11 @@ class LossModule(nn.Module):
         pairs: PairTensors | None,
     ) -> Tensor:
         """Return the loss of the decoder's output, (B, T, h). known: of which positions."""
+        if (layer := self._scores[0]) is not None:
+            assert pairs is not None, "a model that scores is trained on pairs"
+            assert pairs.last is not None, "where a sequence ends is known where it was packed"
+            scores = scores_of(hidden.flatten(0, -2).index_select(0, pairs.last), layer)
+            return self._from_sums(scores.double().view(-1, 2), each, pairs)
         assert self.head is not None
         head, projection = self.head, self._projection[0]
         weight, bias = projection.weight, projection.bias
@@ -391,6 +398,10 @@ class LossModule(nn.Module):
         sums = sequence_sums(found, pairs.lengths)
         if self._add_up is not None and len(sums):
             sums = self._add_up(sums.clone())
+        return self._from_sums(sums, each, pairs)
+
+    def _from_sums(self, sums: Tensor, each: bool, pairs: PairTensors) -> Tensor:
+        """Return what `forward` does with pairs. sums: (N, 2), as `loss_and_sums` takes them"""
         if each:
             return sums.detach()
         assert self._preference is not None, "the loss of pairs is chosen when the module is made"

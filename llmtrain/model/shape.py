@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import tensor, trainable
+from llmtrain.model.scorer import auto_class
 from llmtrain.text import first_line
 from llmtrain.torch_private import ATTENTIONS, GROUPED_PRODUCT
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
@@ -117,7 +118,7 @@ def from_config(
     model_config: PreTrainedConfig, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """Return the model with random weights from torch's global generator."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = auto_class(model_config).from_config(
         model_config, dtype=dtype, trust_remote_code=False
     )
     return model

@@ -39,6 +39,7 @@ from transformers.pytorch_utils import Conv1D
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
+from llmtrain.model.scorer import SCORE, is_scorer, score_layer
 
 _FREEZE = "model.freeze"
 
@@ -86,12 +87,17 @@ def missing_for_four_bits(*, cpu: bool) -> Iterator[Problem]:
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the layers whose weights are held in four bits: linear, not the head."""
-    head = model.get_output_embeddings()
+    heads = _heads(model)
     return [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
+        if type(module) is nn.Linear and module not in heads
     ]
+
+
+def _heads(model: PreTrainedModel) -> tuple[nn.Module | None, ...]:
+    """Return the layers behind the decoder: the head, which may be tied, or that of the score."""
+    return model.get_output_embeddings(), score_layer(model)
 
 
 def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -185,14 +191,15 @@ def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple
     Raises UserError for each pattern that matches none of them.
     """
     # The names of the linear layers that can have an adapter. Left out are the head, which may be
-    # tied; routers of a mixture, whose balance adapters disturb; and layers that are not called,
-    # as their weights are read by others. Experts that are stacked in one tensor are no layers.
-    head, refused = model.get_output_embeddings(), _names_that_peft_changes(model)
+    # tied, or the score, which is trained; routers of a mixture, whose balance adapters disturb;
+    # and layers that are not called, as their weights are read by others. Experts that are stacked
+    # in one tensor are no layers.
+    heads, refused = _heads(model), _names_that_peft_changes(model)
     layers = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
-        and module is not head
+        and module not in heads
         and not _is_router(name, module)
         and not _is_read(model, name)
         and _last(name) not in refused
@@ -226,8 +233,10 @@ def inject(
 
     layers = dict(model.named_modules()).keys()
     targets = [name for name in targets if name in layers]
+    scores = is_scorer(model.config)
     settings = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+        modules_to_save=[SCORE] if scores else None,
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,

@@ -341,7 +341,7 @@ def _in_adapter_file(name: str) -> str:
     head, _, last = name.rpartition(".")
     if last == "default":  # trained rows of an embedding
         return f"base_model.model.{head}"
-    owner = head.removesuffix(".default")
+    owner = head.removesuffix(".default").removesuffix(".modules_to_save")
     if owner.endswith(".lora_magnitude_vector"):  # peft keeps the format in which it was no module
         return f"base_model.model.{owner}"
     return f"base_model.model.{owner}.{last}"

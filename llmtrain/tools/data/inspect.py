@@ -197,7 +197,8 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
         if is_new:
             tokens = special_tokens(directory / contents.TOKENIZER)
             base = find_base(config.model) if config.model.from_ is not None else None
-            model_config(config.model, tokens, config.data.seq_len, base)
+            how = {"scores": config.preference.scores}
+            model_config(config.model, tokens, config.data.seq_len, base, **how)
         manifest = load_manifest(config, directory)
         encoder = open_encoder(directory / contents.TOKENIZER, manifest)
         settings = data_settings(config)

@@ -99,7 +99,8 @@ def describe(
         if config.model.from_ and base is None:
             base = frozen.find_base(config.model)
         special = tokens_of(config, run_dir, base)
-        found = model_config(config.model, special, config.data.seq_len, base)
+        how = {"scores": config.preference.scores}
+        found = model_config(config.model, special, config.data.seq_len, base, **how)
     _check_depth(found, hardware)
     begun = run_dir if run_dir is not None and _has_begun(run_dir) else None
     tokens = frozen.trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
@@ -238,6 +239,13 @@ def cut_problems(
     config: Config, model_config: PreTrainedConfig, cut: ModelCut
 ) -> Iterator[Problem]:
     """Yield why a run cannot be cut over processes as its launch or its config says."""
+    if config.preference.scores:
+        keys = {tensor.KEY: cut.tensor, sequence.KEY: cut.sequence, pipeline.KEY: cut.pipeline}
+        for key, count in keys.items():
+            if count > 1:
+                expected = "1 with preference.loss reward: a model that scores is not cut"
+                yield Problem(key, count, expected, f"{key}=1")
+        return
     if cut.tensor > 1:
         with_it = f"with {tensor.KEY} = {cut.tensor}"
         run_dir = None if config.run.dir is None else config.run_dir

@@ -153,8 +153,9 @@ def _why_apart(config: Config, tokenizer: Path, base: Base | None) -> str:
     """Return why the model cannot hide conversations from each other; "" if it can."""
     if base is None and config.model.from_ is not None:
         base = find_base(config.model)
-    seq_len = config.data.seq_len
-    return why_apart(model_config(config.model, special_tokens(tokenizer), seq_len, base), seq_len)
+    seq_len, how = config.data.seq_len, {"scores": config.preference.scores}
+    tokens = special_tokens(tokenizer)
+    return why_apart(model_config(config.model, tokens, seq_len, base, **how), seq_len)
 
 
 def _open_chat(

@@ -49,6 +49,7 @@ from llmtrain.model.attention import (
 )
 from llmtrain.model.compile import uncompiled
 from llmtrain.model.loss import made_up_batch
+from llmtrain.model.scorer import outputs
 from llmtrain.text import first_line
 from llmtrain.types import MicroBatch
 
@@ -188,15 +189,14 @@ def find_hiding(
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
     """Return the forward of a whole model without its wrapper, with the keywords of `LossModule`.
 
-    It returns logits in fp32.
+    It returns logits, or hidden states of a model that scores, in fp32.
     """
 
     def forward(input_ids: Tensor, **documents: Any) -> Tensor:
         if (positions := documents.get("position_ids")) is not None:
             input_ids = input_ids.reshape(positions.shape)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            logits: Tensor = model(input_ids, **model_keywords(**documents)).logits
-        return logits.float()
+            return outputs(model, input_ids, **model_keywords(**documents)).float()
 
     return forward
 

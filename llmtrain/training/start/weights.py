@@ -167,6 +167,8 @@ def _build(
     if launched.cut.tensor > 1:
         small_trials.check_cut(described, launched)
     asked = frozen.asked_kernel(config.training, config.run_dir)
+    if config.preference.scores:  # no token is predicted
+        asked = "logits"
 
     def load() -> tuple[PreTrainedModel, Head | str]:
         mine = copy.deepcopy(described)
@@ -245,7 +247,8 @@ def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> P
     if found and base and config.adapter.kind == "none":
         return build.stored_config(found.path)
     tokens = special_tokens(config.run_dir / contents.TOKENIZER)
-    return build.model_config(config.model, tokens, config.data.seq_len, base)
+    how = {"scores": config.preference.scores}
+    return build.model_config(config.model, tokens, config.data.seq_len, base, **how)
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trials.Trial) -> int:
