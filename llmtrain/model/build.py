@@ -122,6 +122,8 @@ def _set_up(model: PreTrainedModel, asked: ModelConfig) -> PreTrainedModel:
     freeze(model, asked.freeze)
     model.train()
     model.config.architectures = [type(model).__name__]
+    if scorer.is_scorer(model.config):
+        model.generation_config = None  # as of a model that could write and has none
     return model
 
 

@@ -30,9 +30,11 @@ from torch import Tensor, nn
 
 from llmtrain import system
 from llmtrain.agreement import agreed
+from llmtrain.config.schema import PreferenceConfig
 from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines import sequence
 from llmtrain.distributed.engines.accelerator import Launched
+from llmtrain.distributed.engines.engine import trained_loss
 from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.ranks import lost_peer
@@ -50,8 +52,11 @@ from llmtrain.model.attention import (
 from llmtrain.model.compile import uncompiled
 from llmtrain.model.loss import made_up_batch
 from llmtrain.model.scorer import outputs
+from llmtrain.pairs import Pairs
 from llmtrain.text import first_line
-from llmtrain.types import MicroBatch
+from llmtrain.training.pairs import in_halves, pair_tensors
+from llmtrain.training.step import target_keywords
+from llmtrain.types import NOT_TRAINED, MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -365,6 +370,8 @@ class Trial:
     hiding: the attention that hides documents, None if they are not hidden
     compiled: whether the model is compiled
     rows: this rank's rows of a step
+    preference: the loss of pairs of answers; None = the model is trained on texts
+    halves: whether both answers of a pair have a row each, half as long
     """
 
     model: nn.Module
@@ -374,6 +381,8 @@ class Trial:
     hiding: str | None = None
     compiled: bool = False
     rows: int = 1
+    preference: PreferenceConfig | None = None
+    halves: bool = False
 
 
 def discarded_pass(trial: Trial, micro_batch_size: int) -> None:
@@ -427,7 +436,10 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
     if trial.hiding:
         name, compiled = trial.hiding, trial.compiled
         documents = document_tensors(halves, seq_len, name, device, compiled=compiled)
-    row: MicroBatch = {"input_ids": ids, "labels": ids, "all_trained": True, **documents}
+    row: MicroBatch = {"input_ids": ids, "labels": ids, "all_trained": True}
+    if trial.preference is not None:
+        row = _made_up_pairs(trial, trial.preference, rows)
+    row |= documents
     one = torch.ones((), device=device)
     if isinstance(engine, PipelineEngine):
         micro_batches = [row] * (trial.rows // rows)  # as many as in each step
@@ -435,4 +447,21 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
         return
     with engine.micro(last=last):
         loss = trial.model(**(row if layout.sequence_size == 1 else in_parts(row, own)))
-        engine.backward(loss, one)
+        engine.backward(trained_loss(loss), one)
+
+
+def _made_up_pairs(trial: Trial, preference: PreferenceConfig, rows: int) -> MicroBatch:
+    """Return a micro-batch of blocks with one pair each, of which each token is trained."""
+    device, seq_len = trial.launched.device, trial.seq_len
+    ids = made_up_batch(rows, seq_len, trial.vocabulary, torch.device("cpu"))
+    labels, half = ids.clone().numpy(), seq_len // 2
+    labels[:, [half - 1, -1]] = NOT_TRAINED  # nothing follows the last token of an answer
+    borders = np.tile([0, half, seq_len], (rows, 1))
+    desirable, keys = np.ones(rows, np.bool_), np.zeros((rows, 2), np.uint64)
+    pairs = Pairs(np.arange(rows), borders, keys, desirable)
+    if trial.halves:
+        ids, labels = in_halves(ids), in_halves(labels)
+    own, known = trial.launched.layout.positions(labels.shape[1]), np.zeros((rows, 2))
+    asked = pair_tensors(pairs, labels, own, known, preference, device, halves=trial.halves)
+    row: MicroBatch = {"input_ids": ids[:, own].to(device), "pairs": asked}
+    return row | target_keywords(labels[:, own], device, whole=False)

@@ -106,10 +106,17 @@ def build_model(
     if group is not None:
         trials.check_parts(built.bare, prepared, data, precision, launched)
     hiding = trials.hiding_attention(built.bare, prepared, data, precision, launched)
-    vocabulary = built.bare.config.get_text_config().vocab_size
-    seq_len, is_compiled = config.data.seq_len, compiled != "off"
-    rows = config.training.global_batch_size // launched.layout.data_size
-    trial = trials.Trial(prepared, launched, seq_len, vocabulary, hiding, is_compiled, rows)
+    trial = trials.Trial(
+        prepared,
+        launched,
+        config.data.seq_len,
+        built.bare.config.get_text_config().vocab_size,
+        hiding,
+        compiled=compiled != "off",
+        rows=config.training.global_batch_size // launched.layout.data_size,
+        preference=config.preference if config.preference.answers else None,
+        halves=data.packing == "single",
+    )
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         trials.discarded_pass(trial, micro_batch_size)
@@ -217,7 +224,7 @@ def _prepare(
     """
     launched, kernel = processes.launched, processes.auto.loss_kernel or "logits"
     z_loss = config.training.z_loss
-    preference = None if config.preference.loss == "none" else config.preference
+    preference = config.preference if config.preference.answers else None
     loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss, preference=preference)
     if (group := launched.groups.sequence) is not None:
         loss.share_positions(partial(add_up, group=group))
