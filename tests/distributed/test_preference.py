@@ -20,9 +20,14 @@ SEEN = ("loss", "margin", "chosen_reward", "rejected_reward", "accuracy")
 def trained(server, folder, config, world_size=1, code=0, name="config.yaml", **env):
     """Run a config, and return the train lines."""
     path = preferred.write(folder, config, name)
-    codes = server.run(["train", path], world_size, folder, **env)
-    assert codes == [code] * world_size, (folder / "output.txt").read_text()
+    codes = server.run(["train", path], world_size, folder, env)
+    assert codes == [code] * world_size, said(folder)
     return lines(Path(config["run"]["dir"]), "train")
+
+
+def said(folder):
+    """What a run has printed, without its line ends."""
+    return " ".join((folder / "output.txt").read_text().split())
 
 
 def check_equal(found, expected, within=1e-6):
@@ -113,14 +118,16 @@ def test_a_pass_of_the_reference_that_is_cut_off_goes_on(server, straight, tmp_p
     trained(server, tmp_path, config)
     assert not (tmp_path / "run" / REFERENCE_PARTS).exists()
     assert weights(tmp_path / "run", STEPS) == weights(straight / "run", STEPS)
-    one, two = ((path / "run" / REFERENCE).read_bytes() for path in (tmp_path, straight))
-    assert one == two
+    one, two = (reference.load(path / "run" / REFERENCE) for path in (tmp_path, straight))
+    assert one.keys.tolist() == two.keys.tolist()
+    assert one.values.tolist() == two.values.tolist()
 
 
 @pytest.mark.parametrize("harm", ["lost", "flipped"])
 def test_a_lost_or_flipped_reference_is_refused(server, straight, tmp_path, kind, harm):
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
+    config["model"]["from"] = str(straight / "base")
     config["training"]["steps"] = STEPS + 2
     path = tmp_path / "run" / REFERENCE
     whole = path.read_bytes()
@@ -129,17 +136,18 @@ def test_a_lost_or_flipped_reference_is_refused(server, straight, tmp_path, kind
     else:
         path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
     trained(server, tmp_path, config, code=2)
-    said = (tmp_path / "output.txt").read_text()
-    assert "the reference that this run began with" in said
-    assert "checkpoint.accept_changes=[preference.reference]" in said
-    assert "Traceback" not in said
+    assert "the reference that this run began with" in said(tmp_path)
+    assert "checkpoint.accept_changes=[preference.reference]" in said(tmp_path)
+    assert "Traceback" not in said(tmp_path)
     assert status(tmp_path / "run")["state"] == "finished"  # nothing was lost
     config["checkpoint"]["accept_changes"] = ["preference.reference"]
     trained(server, tmp_path, config)
     again = reference.load(path)
     path.write_bytes(whole)
     before = reference.load(path)
-    assert again.of(before.keys).tolist() == before.values.tolist()  # by the weights of the start
+    # By the weights of the start, for what is left to train: in other blocks, so not in all bits.
+    assert 0 < len(again) <= len(before)
+    assert before.of(again.keys) == pytest.approx(again.values, abs=1e-4)
 
 
 LOSSES = {
@@ -179,9 +187,10 @@ def test_chosen_and_rejected_exchanged_turn_every_sign(server, tmp_path):
     for split in ("one", "two"):
         assert lines(tmp_path / split / "run", "train")[-1]["margin"] > 0
     trained_on = [reference.load(tmp_path / one / "run" / REFERENCE) for one in ("one", "two")]
-    assert sorted(map(tuple, trained_on[0].values.tolist())) == pytest.approx(
-        sorted((b, a) for a, b in trained_on[1].values.tolist()), abs=1e-4
-    )
+    straight, turned = (sorted(map(tuple, one.values.tolist())) for one in trained_on)
+    turned = sorted((chosen, rejected) for rejected, chosen in turned)
+    for one, other in zip(straight, turned, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.parametrize(("micro", "world_size"), [(1, 3), (2, 1), (4, 1)])
@@ -213,7 +222,7 @@ def test_dropout_of_the_model_leaves_the_first_margin_at_zero(server, tmp_path):
     config = preferred.config_of(tmp_path, preferred.pairs(40), fields=fields)
     found = trained(server, tmp_path, config)
     assert found[0]["margin"] == 0.0
-    assert "dropout" in (tmp_path / "output.txt").read_text()
+    assert "dropout" in said(tmp_path)
 
 
 def test_a_longer_run_computes_what_it_lacks_with_the_weights_it_began_with(server, tmp_path, kind):
@@ -239,19 +248,18 @@ def test_another_run_with_the_same_base_takes_the_column(server, straight, tmp_p
     config["preference"]["reference"] = str(straight / "run")
     trained(server, tmp_path, config)
     (start,) = lines(tmp_path / "run", "start")
-    assert "0 of them new" in (tmp_path / "output.txt").read_text()
+    assert "0 of them new" in said(tmp_path)
     assert start["reference"]["pairs"] == len(reference.load(straight / "run" / REFERENCE))
     other = tmp_path / "other"
     config = made(other, kind)  # with a base of its own
     config["preference"]["reference"] = str(straight / "run")
     config["chat"]["template"] = "llama3"
     trained(server, other, config, code=2)
-    said = (other / "output.txt").read_text()
-    assert "preference.reference" in said
-    assert "another template" in said or "another tokenizer" in said
+    assert "preference.reference" in said(other)
+    assert "was made with another template" in said(other)
     config["preference"]["reference"] = str(tmp_path / "base")
     trained(server, other, config, code=2)
-    assert "has no reference.safetensors" in (other / "output.txt").read_text()
+    assert "has no reference.safetensors" in said(other)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -272,7 +280,7 @@ def test_feedback_is_the_same_on_any_number_of_processes(server, tmp_path, world
 
 def test_token_rows_beside_an_adapter_do_not_move_the_reference(server, tmp_path):
     """The rows are trained, so the adapter switched off would not be what the run began with."""
-    adapter = {**LORA, "train_tokens": ["the", "stone"]}
+    adapter = {**LORA, "train_tokens": ["Ġthe", "Ġriver"]}
     config = preferred.config_of(tmp_path, preferred.pairs(60), adapter=adapter)
     trained(server, tmp_path, config)
     path = tmp_path / "run" / REFERENCE
@@ -282,7 +290,8 @@ def test_token_rows_beside_an_adapter_do_not_move_the_reference(server, tmp_path
     config["training"]["steps"] = STEPS + 1
     trained(server, tmp_path, config)
     after = reference.load(path)
-    assert after.of(before.keys).tolist() == before.values.tolist()
+    assert before.of(after.keys) == pytest.approx(after.values, abs=1e-4)
+    assert abs(lines(tmp_path / "run", "train")[-1]["chosen_reward"]) > 1e-2  # the model has moved
 
 
 def test_the_record_of_a_run_on_pairs_is_json_with_its_figures(straight):

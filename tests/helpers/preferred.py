@@ -53,7 +53,7 @@ def feedback(count: int) -> list[dict[str, Any]]:
     return [
         {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
         for n, row in enumerate(pairs(count))
-        for name in (("chosen", "rejected")[n % 2],)
+        for name in (("chosen", "rejected")[n % 4 == 1],)
     ]
 
 
@@ -123,7 +123,7 @@ def by_hand(
         asked_ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
         whole = tokenizer(row["prompt"] + row[name], add_special_tokens=False)["input_ids"]
         assert whole[: len(asked_ids)] == asked_ids, "an answer that merges with its prompt"
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        start = tokenizer("")["input_ids"]  # a begin token, if the tokenizer sets one
         ids = torch.tensor([[*start, *whole, tokenizer.eos_token_id]])
         logits = model(ids).logits[0, :-1].log_softmax(-1)
         each = logits.gather(1, ids[0, 1:, None])[:, 0]
@@ -168,7 +168,7 @@ def by_hand(
                 raise AssertionError(loss)
         found = found - asked.get("sft_weight", 0.0) * c / m
         scale = (m, n) if loss in ("orpo", "simpo") else (1, 1)
-        return found, float(beta * (x / scale[0] - y / scale[1]))
+        return found, float((beta * (x / scale[0] - y / scale[1])).detach())
 
     optimizer = optimizer_by_hand(model)
     for group in optimizer.param_groups:
@@ -181,5 +181,7 @@ def by_hand(
         mean.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
-        lines.append({"loss": float(mean), "margin": sum(margins) / len(names), "grad_norm": norm})
+        lines.append(
+            {"loss": float(mean.detach()), "margin": sum(margins) / len(names), "grad_norm": norm}
+        )
     return lines

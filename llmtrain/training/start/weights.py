@@ -169,6 +169,9 @@ def _build(
         on_rank_zero(ranks, lambda: frozen.check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
+    if config.preference.loss != "none" and (dropped := build.without_dropout(described)):
+        names = ", ".join(dropped)
+        _log.info("dropout   %s: 0, since pairs are compared with what the run began with", names)
     if launched.groups.sequence is not None:
         small_trials.check_small_parts(described, launched, config.data.seq_len)
     if launched.cut.tensor > 1:
