@@ -244,6 +244,7 @@ def check_preference(preference: schema.PreferenceConfig) -> Iterator[Problem]:
 
 def check_pair_loss(
     preference: schema.PreferenceConfig,
+    chat: schema.ChatConfig,
     training: schema.TrainingConfig,
     evaluation: schema.EvaluationConfig,
 ) -> Iterator[Problem]:
@@ -251,6 +252,9 @@ def check_pair_loss(
     loss = preference.loss
     if loss == "none":
         return
+    if chat.too_long == "split":
+        expected = f"error, drop or truncate with preference.loss {loss}: an answer stays whole"
+        yield Problem("chat.too_long", "split", expected, "chat.too_long=drop")
     if training.z_loss:
         expected = f"0.0 with preference.loss {loss}, which is a loss of answers, not of tokens"
         yield Problem("training.z_loss", training.z_loss, expected, "leave it out")
