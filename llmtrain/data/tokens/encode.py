@@ -132,7 +132,7 @@ def _half(chat: Chat, example: Example) -> EncodedChat:
     """Return what is trained of an answer: a sequence, or none. Raises BadRowError for several."""
     found = chat.sequences(example, of_any_length=True)
     if len(found.sequences) > 1:
-        why = "the template writes an answer in several ways; chat.rewritten_history=last keeps one"
+        why = "an answer has several messages, and the template rewrites the first ones as history"
         raise BadRowError("rewritten_history", why)
     return found
 

@@ -313,7 +313,7 @@ FILES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), FILES.items())
 def test_forms_found_in_the_wild_are_the_pairs_that_they_were_made_of(name, form):
-    folder = shared("data/preference/forms")
+    folder = shared("preference/forms")
 
     def rows(of):
         return [json.loads(line) for line in (folder / f"{of}.jsonl").read_text().splitlines()]
@@ -334,7 +334,7 @@ def test_forms_found_in_the_wild_are_the_pairs_that_they_were_made_of(name, form
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kto_messages", "kto_sharegpt"])
 def test_forms_of_feedback_found_in_the_wild_are_the_same(name):
-    folder = shared("data/preference/forms")
+    folder = shared("preference/forms")
     chats, others, strings = (
         [json.loads(line) for line in (folder / f"{of}.jsonl").read_text().splitlines()]
         for of in ("kto_chat", name, "kto_text")
