@@ -241,19 +241,6 @@ def weights_config(base: Base) -> PreTrainedConfig:
     return _without_code(config)
 
 
-def without_dropout(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Set every dropout of a config to 0, and return the names of those that were not."""
-    described = config.get_text_config()
-    dropped = [
-        name
-        for name, value in described.to_dict().items()
-        if "drop" in name and isinstance(value, int | float) and value > 0
-    ]
-    for name in dropped:
-        setattr(described, name, 0.0)
-    return tuple(dropped)
-
-
 def _without_code(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config without the names of code of its own, which is never run."""
     vars(config).pop("auto_map", None)

@@ -10,7 +10,7 @@ row. With packing single each half of a block is a row of its own, `seq_len` / 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -64,11 +64,9 @@ def pair_tensors(
     else:
         rows = np.repeat(pairs.rows[:, None], 2, axis=1)
         begins, stops = np.stack([first, second], 1), np.stack([second, stop], 1)
-    trained = labels != NOT_TRAINED
     # How many labels before a position are trained: 0 before the first.
-    before = np.concatenate(
-        [np.zeros((len(labels), 1), np.int64), np.cumsum(trained, axis=1)], axis=1
-    )
+    trained = np.cumsum(labels != NOT_TRAINED, axis=1)
+    before = np.concatenate([np.zeros((len(labels), 1), np.int64), trained], axis=1)
 
     def count(low: int, high: int) -> np.ndarray:
         """Return how many trained labels each half has within these positions, (N, 2) int64."""
@@ -78,13 +76,10 @@ def pair_tensors(
 
     width = labels.shape[1]
     low, high, _ = own.indices(width)
-    feedback, scores = preference.answers == "feedback", preference.loss == "reward"
-    last = None
-    if scores:  # the token behind the last position with a label is the last one of its sequence
-        ends = [
-            np.flatnonzero(trained[r, a:b])[-1] + a + 1 for r, a, b in _each(rows, begins, stops)
-        ]
-        last = on_device(device, rows.ravel() * width + np.array(ends, np.int64))
+    feedback, last = preference.answers == "feedback", None
+    if preference.scores:  # behind the last trained label is the last token of its sequence
+        behind = (before[rows] == before[rows, stops][..., None]).argmax(-1)
+        last = on_device(device, (rows * width + behind).ravel())
     return PairTensors(
         lengths=on_device(device, count(low, high).ravel()),
         sizes=on_device(device, count(0, width).astype(np.float64)),
@@ -93,11 +88,6 @@ def pair_tensors(
         divergence=torch.zeros((), dtype=torch.float64, device=device) if feedback else None,
         last=last,
     )
-
-
-def _each(*arrays: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers at each place of some (N, 2) arrays."""
-    return zip(*(one.ravel().tolist() for one in arrays), strict=True)
 
 
 class Scores(NamedTuple):
@@ -137,23 +127,19 @@ def pair_totals(
         totals[0] += _total(sums, asked, preference)
         for part in range(parts):
             own = owners.to(device) == part
-            totals[1 + part] += _total(sums[own], _of_some(asked, own), preference)
+            theirs = replace(
+                asked,
+                sizes=asked.sizes[own],
+                reference=asked.reference[own],
+                desirable=None if asked.desirable is None else asked.desirable[own],
+            )
+            totals[1 + part] += _total(sums[own], theirs, preference)
     return sum_over_ranks(totals)
 
 
 def _total(sums: Tensor, asked: PairTensors, preference: PreferenceConfig) -> Tensor:
     tokens = asked.sizes.sum().reshape(1)
     return torch.cat([loss_and_sums(sums, asked, preference), tokens])
-
-
-def _of_some(asked: PairTensors, chosen: Tensor) -> PairTensors:
-    """Return what is asked of some of the pairs. chosen: (N,) bool"""
-    return replace(
-        asked,
-        sizes=asked.sizes[chosen],
-        reference=asked.reference[chosen],
-        desirable=None if asked.desirable is None else asked.desirable[chosen],
-    )
 
 
 def pair_result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:

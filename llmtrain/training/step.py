@@ -186,7 +186,7 @@ def shown(run: Run, labels: np.ndarray) -> int:
     """Return how many positions of these rows the model is shown. labels: (B, T) int64"""
     if run.data.manifest.packing != "single" or isinstance(run.engine, PipelineEngine):
         return int(labels.shape[1])  # all micro-batches of a pipeline have one shape
-    if run.config.preference.loss == "reward":  # a score is read behind the last label
+    if run.config.preference.scores:  # a score is read behind the last label
         labels = np.concatenate([labels[:, :1], labels[:, :-1]], axis=1)
     width, parts = (
         needed_rows(labels, compiled=run.built.compiled != "off"),

@@ -18,7 +18,7 @@ PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics", "rundir")
 BOTTOM = ("errors", "types", "hashing", "faults", "system")
 LAYERS = {
-    "text": -1,  # for errors too
+    **dict.fromkeys(("text", "pairs"), -1),  # for errors and types too
     **dict.fromkeys(BOTTOM, 0),
     **dict.fromkeys(("config", "agreement", "torch_private"), 1),
     **dict.fromkeys(ROOMS, 2),
@@ -43,6 +43,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "checkpoint.background": {"safetensors", "xxhash", "torch"},
     "metrics": {"torch"},
     "rundir": set(),
+    "rundir.reference": {"numpy", "xxhash"},
     "training": {"torch", "accelerate", "numpy"},
     "training.stop": set(),
     "tools.use.load": {"pydantic"},

@@ -171,7 +171,7 @@ def _assemble(
         patience=config.evaluation.patience,
         without_gain=saved.get("patience") or 0,
     )
-    ranks, started = launched.ranks, here.signals.started
+    rank, started, manifest = launched.ranks.rank, here.signals.started, data.manifest
     rows = config.training.global_batch_size // launched.layout.data_size
     return Run(
         config=config,
@@ -182,12 +182,11 @@ def _assemble(
         built=model,
         feed=Feed(data.stream, first, rows, config.data.seq_len),
         meter=Meter(
-            launched.device,
-            data.manifest.labels,
+            *(launched.device, manifest.labels),
             partial(learning_rate, config.optimizer, config.total_steps),
             roll,
             layout=launched.layout,
-            pairs=data.manifest.answers is not None,
+            pairs=manifest.answers is not None,
             sources=saved.get("sources", {}),
             stream_digest=data.state.stream_digest,
         ),
@@ -196,7 +195,7 @@ def _assemble(
         guards=Guards(config.training, saved.get("skipped_in_a_row", 0), journal.event),
         due=due,
         signals=here.signals,
-        requests=Requests(config.run_dir, config.checkpoint, ranks.rank, started),
+        requests=Requests(config.run_dir, config.checkpoint, rank, started),
         checkpoints=open_saves(config.checkpoint, launched, config.run_dir),
     )
 

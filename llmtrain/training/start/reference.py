@@ -31,7 +31,6 @@ from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import data_settings, is_accepted, way_out
 from llmtrain.config.schema import Config
 from llmtrain.data.documents.reader import reading_of
-from llmtrain.data.packing import START
 from llmtrain.data.stream import open_stream
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, reference
@@ -40,7 +39,7 @@ from llmtrain.training.evaluate import heldout_rounds
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import DataSide, Processes, Run
 from llmtrain.training.step import flags, micro_batches
-from llmtrain.types import Batch, Cursor, JsonMapping
+from llmtrain.types import Batch, JsonMapping
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +104,9 @@ def _settle(config: Config, path: Path, made_with: JsonMapping, found: ResumePoi
     if path.exists():
         try:
             column = reference.load(path)
-            why = _differs(column, made_with, found)
+            why = _made_with_others(column, made_with)
+            if found is not None and found.state.get("reference") != column.digest:
+                why = f"is not that of {found.name}: its digest is {column.digest}"
         except DamagedColumnError as error:
             why = f"is damaged ({error})"
         if why is None:
@@ -122,13 +123,6 @@ def _settle(config: Config, path: Path, made_with: JsonMapping, found: ResumePoi
         raise UserError(Problem(str(path), None, expected, remedy))
     if config.preference.reference != "start":
         _of_other_run(Path(config.preference.reference), made_with).save(path)
-
-
-def _differs(column: Column, made_with: JsonMapping, found: ResumePoint | None) -> str | None:
-    """Return in which way a column is not that of this run; None if it is."""
-    if found is not None and found.state.get("reference") != column.digest:
-        return f"is not that of {found.name}: its digest is {column.digest}"
-    return _made_with_others(column, made_with)
 
 
 def _made_with_others(column: Column, made_with: JsonMapping) -> str | None:
@@ -234,8 +228,9 @@ class _Pass:
     def walk(self) -> int | str:
         """Score the training pairs, and return how many steps that was; all = every pair there is.
 
-        Ends with the run, or once every lane has been through all pairs. In feedback the second
-        answer of a pair depends on the epoch, so only the end of the run ends it.
+        Ends with the run, or once every lane has been through all pairs: one that begins within an
+        epoch reads all of the next one too, whose units are others. In feedback the second answer
+        of a pair depends on the epoch, so only the end of the run ends it.
         """
         run, config, before = self.run, self.run.config, self.run.data.state
         manifest, layout = run.data.manifest, run.layout
@@ -253,7 +248,7 @@ class _Pass:
         )
         apart = math.gcd(layout.data_size, manifest.lanes)
         left = set(range(layout.data_rank % apart, manifest.lanes, apart))
-        ends = [[_end(Cursor(*one)) for one in cursors] for cursors in before.cursors.tolist()]
+        ends = before.cursors[..., 0] + np.where(before.cursors.any(-1), 2, 1)  # (L, sources)
         with closing(stream):
             for number in range(run.first_step + 1, run.steps + 1):
                 faults.hit("reference.step", step=number)
@@ -261,7 +256,7 @@ class _Pass:
                 batch = agreed(run.ranks, lambda: next(stream))
                 self._score(batch)
                 for lane, cursors in batch.cursors.items():
-                    if all(c.epoch >= e for c, e in zip(cursors, ends[lane], strict=True)):
+                    if all(one.epoch >= end for one, end in zip(cursors, ends[lane], strict=True)):
                         left.discard(lane)
                 more = left and not batch.ended
                 if manifest.answers == "pairs" and not run.ranks.highest(int(bool(more))):
@@ -308,12 +303,3 @@ class _Pass:
         column = reference.empty(self.known.made_with).plus(self._new)
         column.save(self.parts / (name + contents.TENSOR_FILE))
         self._written, self._new = time.perf_counter(), []
-
-
-def _end(first: Cursor) -> int:
-    """Return the epoch in which a lane that begins here has left all documents behind.
-
-    A lane reads other units in the next epoch. So one that begins within an epoch reads all of the
-    next one too.
-    """
-    return first.epoch + (1 if first == START else 2)

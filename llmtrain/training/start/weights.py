@@ -27,6 +27,7 @@ from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines import fsdp, sequence, state as tensors
+from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.plan.balance import stages_of
@@ -41,6 +42,7 @@ from llmtrain.rundir import contents
 from llmtrain.training.optimizer import make_optimizer
 from llmtrain.training.run.run import ModelSide, Processes
 from llmtrain.training.start import frozen, small_trials, trials
+from llmtrain.types import Compiled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -106,17 +108,7 @@ def build_model(
     if group is not None:
         trials.check_parts(built.bare, prepared, data, precision, launched)
     hiding = trials.hiding_attention(built.bare, prepared, data, precision, launched)
-    trial = trials.Trial(
-        prepared,
-        launched,
-        config.data.seq_len,
-        built.bare.config.get_text_config().vocab_size,
-        hiding,
-        compiled=compiled != "off",
-        rows=config.training.global_batch_size // launched.layout.data_size,
-        preference=config.preference if config.preference.answers else None,
-        halves=data.packing == "single",
-    )
+    trial = _trial(config, built.bare, prepared, launched, hiding, compiled, data)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         trials.discarded_pass(trial, micro_batch_size)
@@ -124,6 +116,28 @@ def build_model(
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
         built.bare, loss, prepared, spec, micro_batch_size, held_before, beside, compiled, hiding
+    )
+
+
+def _trial(
+    config: Config,
+    model: PreTrainedModel,
+    prepared: nn.Module,
+    launched: Launched,
+    hiding: str | None,
+    compiled: Compiled,
+    data: DataManifest,
+) -> trials.Trial:
+    return trials.Trial(
+        prepared,
+        launched,
+        config.data.seq_len,
+        model.config.get_text_config().vocab_size,
+        hiding,
+        compiled=compiled != "off",
+        rows=config.training.global_batch_size // launched.layout.data_size,
+        preference=config.preference if config.preference.answers else None,
+        halves=data.packing == "single",
     )
 
 
@@ -169,16 +183,12 @@ def _build(
         on_rank_zero(ranks, lambda: frozen.check_base(config, base, found))
     torch.manual_seed(config.run.seed)
     described = agreed(ranks, lambda: _describe(config, base, found))
-    if config.preference.loss != "none" and (dropped := build.without_dropout(described)):
-        names = ", ".join(dropped)
-        _log.info("dropout   %s: 0, since pairs are compared with what the run began with", names)
     if launched.groups.sequence is not None:
         small_trials.check_small_parts(described, launched, config.data.seq_len)
     if launched.cut.tensor > 1:
         small_trials.check_cut(described, launched)
     asked = frozen.asked_kernel(config.training, config.run_dir)
-    if config.preference.scores:  # no token is predicted
-        asked = "logits"
+    asked = "logits" if config.preference.scores else asked  # which predicts no token
 
     def load() -> tuple[PreTrainedModel, Head | str]:
         mine = copy.deepcopy(described)
@@ -255,10 +265,18 @@ def _prepare(
 def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> PreTrainedConfig:
     """Return the transformers config of the model."""
     if found and base and config.adapter.kind == "none":
-        return build.stored_config(found.path)
-    tokens = special_tokens(config.run_dir / contents.TOKENIZER)
-    how = {"scores": config.preference.scores}
-    return build.model_config(config.model, tokens, config.data.seq_len, base, **how)
+        described = build.stored_config(found.path)
+    else:
+        tokens, scores = (
+            special_tokens(config.run_dir / contents.TOKENIZER),
+            config.preference.scores,
+        )
+        sizes = tokens, config.data.seq_len
+        described = build.model_config(config.model, *sizes, base, scores=scores)
+    if config.preference.answers and (noise := build.without_noise(described)):
+        what = "0, since pairs are compared with what the run began with"
+        _log.info("dropout   %s: %s", ", ".join(noise), what)
+    return described
 
 
 def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trials.Trial) -> int:
