@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +21,7 @@ from llmtrain.text import harmless
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
+    from llmtrain.tools.use.answers import Compared
     from llmtrain.tools.use.evaluate import Evaluated
     from llmtrain.tools.use.export.export import Exported
 
@@ -45,7 +46,8 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH|CONFIG", help="Documents, a config, or a run; its own run's held-out set."
+            metavar="PATH|CONFIG",
+            help="Documents, pairs of answers, a config, or a run; its own run's held-out set.",
         ),
     ] = None,
     as_run: Annotated[
@@ -54,6 +56,14 @@ def evaluate(
             "--as",
             metavar="RUN",
             help="Measure it as this run measured the model that it began with.",
+            autocompletion=runs,
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With pairs of answers as --data: the model to compare with.",
             autocompletion=runs,
         ),
     ] = None,
@@ -84,7 +94,12 @@ def evaluate(
             if line.is_due():
                 line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
 
-        options: JsonObject = {"tasks": names, "stride": stride, "chat": chat}
+        options: JsonObject = {
+            "reference": reference,
+            "tasks": names,
+            "stride": stride,
+            "chat": chat,
+        }
         found = measure(model, data, as_run=as_run, told=tell, **options)
     line.clear()
     show([json.dumps(found.to_json())] if as_json else evaluation(found))
@@ -188,12 +203,35 @@ def evaluation(found: Evaluated) -> Iterator[str]:
         bits = "" if figures.bits_per_byte is None else f"  bits/byte {figures.bits_per_byte:.4f}"
         run = "" if found.as_run is None else f" of {found.as_run}, as before its first step"
         yield f"data       {found.split}{run}"
-        yield f"loss       {figures.loss:.4f}  perplexity {figures.perplexity:.4g}{bits}"
+        if figures.pairs is not None:
+            yield from _of_pairs(figures.loss, figures.pairs, found.compared)
+        else:
+            yield f"loss       {figures.loss:.4f}  perplexity {figures.perplexity:.4g}{bits}"
         counts = f"{figures.tokens:,} tokens of {figures.documents:,} documents"
         yield f"scored     {counts} in {figures.seconds:.1f} s"
     for task, metrics in found.tasks.items():
         for name, value in metrics.items():
             yield f"{task:<10} {name} {value:.4f}"
+
+
+def _of_pairs(
+    loss: float, pairs: Mapping[str, float | None], compared: Compared | None
+) -> Iterator[str]:
+    """Yield the figures of pairs of answers, a line for each kind. loss: of a pair, in nats"""
+    shown = {key: "–" if value is None else f"{value:.4f}" for key, value in pairs.items()}
+    how = "" if compared is None else f"  ({compared.preference}, beta {compared.beta:g})"
+    yield f"loss       {loss:.4f}{how}"
+    yield f"accuracy   {shown['accuracy']}  margin {shown['margin']}"
+    for name in ("reward", "logp"):
+        yield f"{name:<10} chosen {shown[f'chosen_{name}']}  rejected {shown[f'rejected_{name}']}"
+    if compared is None:
+        return
+    if compared.reference is not None:
+        yield f"reference  {compared.reference}"
+    elif compared.preference != "reward":
+        yield "reference  none: accuracy and margin compare log p alone; --reference MODEL"
+    if compared.left_out:
+        yield f"left out   {compared.left_out:,} pairs, too long for the model"
 
 
 def exportation(found: Exported) -> Iterator[str]:

@@ -7,6 +7,8 @@ Two figures, which differ:
     any documents             each alone behind a begin token (without one, the end-of-text token),
                               so that its first token is scored too: the figure of lm-eval's tasks
                               of output type `loglikelihood_rolling`
+    pairs of answers          each answer alone behind its prompt, by the model and by a reference
+                              (`answers.py`)
 
 A document longer than the model's positions is scored in windows:
 
@@ -44,6 +46,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.text import first_line
 from llmtrain.tools.use import packed
+from llmtrain.tools.use.answers import REFERENCE_KEY, Compared, compare_answers, has_pairs
 from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, Told
 from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
@@ -302,6 +305,7 @@ class Evaluated:
     figures: None if only tasks were asked for
     tasks: task → metric → value
     as_run: the run as whose base the model was measured; None = as a model by itself
+    compared: how the answers of pairs in files were compared
     """
 
     model: Path
@@ -310,6 +314,7 @@ class Evaluated:
     figures: Evaluation | None
     tasks: Mapping[str, JsonMapping] = field(default_factory=dict)
     as_run: Path | None = None
+    compared: Compared | None = None
 
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain evaluate --json` prints."""
@@ -317,11 +322,21 @@ class Evaluated:
         if self.as_run is not None:
             found["as"] = str(self.as_run)
         if self.figures is not None:
-            found |= {"kind": "eval", "split": self.split, **asdict(self.figures)}
-            if not self.figures.sources:
-                del found["sources"]
+            found |= {"kind": "eval", "split": self.split, **_fields(self.figures)}
+            if self.figures.sources:
+                each = self.figures.sources.items()
+                found["sources"] = {label: _fields(one) for label, one in each}
+        if self.compared is not None:
+            found |= asdict(self.compared)
         shown = found | ({"tasks": self.tasks} if self.tasks else {})
         return {key: record.finite(value) for key, value in shown.items()}
+
+
+def _fields(figures: Evaluation) -> JsonObject:
+    """Return the figures as an `eval` line has them."""
+    found = asdict(figures)
+    del found["sources"]
+    return found | (found.pop("pairs") or {})
 
 
 def evaluate(
@@ -329,6 +344,7 @@ def evaluate(
     data: str | Path | None = None,
     *,
     as_run: str | Path | None = None,
+    reference: str | Path | None = None,
     tasks: Sequence[str] = (),
     stride: int | None = None,
     chat: bool = False,
@@ -338,11 +354,12 @@ def evaluate(
 
     model_or_run: a run (its best checkpoint, else the newest), a checkpoint, a model directory or a
         Hub id
-    data: a run, whose held-out set is scored; a file, directory or data set with documents; or a
-        config, whose held-out documents are scored. None = the held-out set of its own run, unless
-        there are tasks
+    data: a run, whose held-out set is scored; a file, directory or data set with documents, or with
+        pairs of answers; or a config, whose held-out documents are scored. None = the held-out set
+        of its own run, unless there are tasks
     as_run: a run; its held-out set is scored as the run scored it before its first step, had it
         begun with this model: with its tokenizer, rows for the tokens that it added, its adapters
+    reference: a model with which this one is compared on pairs of answers in `data`
     tasks: names of lm-eval's tasks, or YAML files that describe one
     stride: tokens that a window of a long document scores; None = the model's positions
     chat: whether tasks go through the model's chat template
@@ -352,6 +369,7 @@ def evaluate(
     """
     if as_run is not None:
         other = {"--data": data, "--tasks": ",".join(tasks), "--stride": stride, "--chat": chat}
+        other[REFERENCE_KEY] = reference
         expected = f"left out: {OPTION} scores the held-out set of that run"
         raise_any(Problem(key, value, expected) for key, value in other.items() if value)
         return _evaluate_as(str(model_or_run), Path(as_run), told)
@@ -364,16 +382,31 @@ def evaluate(
     if stride is not None and (data is None or measured):
         expected = "null here: a stride is for documents (--data FILE), not for a held-out set"
         raise UserError(Problem("--stride", stride, expected))
-    figures = None
+    if reference is not None and (data is None or measured or str(data).endswith(_YAML)):
+        expected = "left out here: it is for pairs of answers (--data FILE); a run has its own"
+        raise UserError(Problem(REFERENCE_KEY, reference, expected))
+    figures, compared = None, None
     if measured is not None:
         opened = open_model(target, precision=measured.precision, seq_len=measured.seq_len)
         figures = packed.score(opened, measured, told)
     elif data is not None:
-        texts = documents_of(str(data))
-        figures = score_rolling(open_model(target), texts, stride, told)
+        try:
+            texts = None if reference else documents_of(str(data))
+        except UserError as error:
+            of_columns = any(problem.key.endswith(".columns") for problem in error.problems)
+            if not of_columns or str(data).endswith(_YAML) or not has_pairs(str(data)):
+                raise
+            texts = None
+        if texts is None:
+            if stride is not None:
+                expected = "left out with pairs of answers, which are scored whole"
+                raise UserError(Problem("--stride", stride, expected))
+            figures, compared = compare_answers(target, str(data), reference, told)
+        else:
+            figures = score_rolling(open_model(target), texts, stride, told)
     scores = run_tasks(open_model(target), tasks, chat=chat) if tasks else {}
     split = "heldout" if data is None else str(data)
-    return Evaluated(target.directory, target.step, split, figures, scores)
+    return Evaluated(target.directory, target.step, split, figures, scores, compared=compared)
 
 
 def _evaluate_as(given: str, run_dir: Path, told: Told) -> Evaluated:

@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.config.load import load_config
+from llmtrain.config.schema import PreferenceConfig
 from llmtrain.data import heldout
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import glance
@@ -27,16 +31,21 @@ from llmtrain.model.attention import (
     document_tensors,
     kernels,
     needed_rows,
+    on_device,
     padding_tensors,
 )
 from llmtrain.model.loss import Head, LossModule, examine
-from llmtrain.rundir import contents, record
+from llmtrain.rundir import contents, record, reference
+from llmtrain.rundir.reference import Column, DamagedColumnError
 from llmtrain.rundir.status import FrozenChoices
+from llmtrain.text import first_line
 from llmtrain.tools.use.load import LoadedModel
 from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import result, rounds_of, score_blocks
+from llmtrain.training.pairs import Scores, in_halves, pair_result, pair_tensors, pair_totals
 from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
+from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation, JsonMapping, MicroBatch, cut_of, rank_layout
 
 if TYPE_CHECKING:
@@ -44,6 +53,8 @@ if TYPE_CHECKING:
     import torch
 
 Told = Callable[[int, int], object]  # done so far, of how many; 0 = not known
+Model = Callable[..., "torch.Tensor"]  # called as `LossModule.forward`
+Hidden = Callable[["np.ndarray", Sequence["np.ndarray"]], MicroBatch]  # as `score_blocks` takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class HeldOutOfRun:
     micro_batch_size: of the start that made the evaluation
     threads: of each of its processes; None = not known
     kernel: of attention, as `model.attention_backend` names it
+    preference: how the answers of its pairs are compared; None = it has none
     """
 
     run_dir: Path
@@ -68,6 +80,7 @@ class HeldOutOfRun:
     micro_batch_size: int
     threads: int | None
     kernel: str
+    preference: PreferenceConfig | None
 
     @property
     def hides_documents(self) -> bool:
@@ -120,20 +133,20 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
         start["micro_batch_size"],
         auto.threads,
         auto.attention_backend or "auto",
+        load_config(run_dir / contents.CONFIG).preference if held.pairs is not None else None,
     )
 
 
 def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation:
-    """Score every held-out token of a run once.
+    """Score every held-out token, or pair of answers, of a run once.
 
     Raises UserError for a model that cannot hide documents from each other where the run does, or
-    that has another tokenizer.
+    that has another tokenizer, and for pairs without the run's reference of them.
     """
     import torch
 
     _check_tokenizer(opened, measured)
-    start, device = time.perf_counter(), opened.device
-    held, seq_len, groups = measured.held, measured.seq_len, measured.groups
+    start, device, seq_len = time.perf_counter(), opened.device, measured.seq_len
     single = measured.packing == "single"
     with torch.no_grad(), kernels(measured.kernel), _threads(measured.threads):
         hiding = None
@@ -141,15 +154,12 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
             forward = bare_forward(opened.model, device, measured.precision)
             kind = (device, measured.precision, seq_len)
             hiding = find_hiding(opened.model, forward, *kind, chat=measured.has_chat)
-        module = _loss(opened, measured.run_dir)
+        module = _loss(opened, measured)
 
         def cast(**given: Any) -> torch.Tensor:
             with torch.autocast(device.type, torch.bfloat16, enabled=measured.precision == "bf16"):
                 each: torch.Tensor = module(**given)
                 return each
-
-        def shown(labels: np.ndarray) -> int:
-            return needed_rows(labels) if single else seq_len
 
         def hidden(labels: np.ndarray, starts: Sequence[np.ndarray]) -> MicroBatch:
             if hiding is not None:
@@ -159,24 +169,96 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
                 return padding_tensors(labels, device, by_length=by_length, routed=False)
             return {}
 
-        scored, alone = [], rank_layout(0, 1)
-        for rank in range(groups):
-            rounds = rounds_of(held, seq_len, rank, groups, measured.micro_batch_size)
-            own = []
-            for number, blocks in enumerate(rounds, rank * len(rounds)):
-                told(number, groups * len(rounds))
-                how = (device, alone, cast, shown, hidden)
-                own.append(score_blocks(held, blocks, seq_len, *how))
-            scored.append(reduce(torch.add, own))
-    found = result(reduce(torch.add, scored).tolist(), held)
+        how = (device, cast, hidden, told)
+        if measured.preference is None:
+            found = _score_tokens(measured, *how)
+        else:
+            found = _score_pairs(measured, measured.preference, *how)
     return replace(found, seconds=time.perf_counter() - start)
 
 
-def _loss(opened: LoadedModel, run_dir: Path) -> LossModule:
+def _rounds(measured: HeldOutOfRun, told: Told) -> Iterator[tuple[int, list[int]]]:
+    """Yield the rank and the blocks of each round of each rank of the run."""
+    of = measured.groups
+    for rank in range(of):
+        rounds = rounds_of(measured.held, measured.seq_len, rank, of, measured.micro_batch_size)
+        for number, blocks in enumerate(rounds, rank * len(rounds)):
+            told(number, of * len(rounds))
+            yield rank, blocks
+
+
+def _score_tokens(
+    measured: HeldOutOfRun, device: torch.device, model: Model, hidden: Hidden, told: Told
+) -> Evaluation:
+    import torch
+
+    held, seq_len, single = measured.held, measured.seq_len, measured.packing == "single"
+
+    def shown(labels: np.ndarray) -> int:
+        return needed_rows(labels) if single else seq_len
+
+    how = (device, rank_layout(0, 1), model, shown, hidden)
+    scored = [
+        reduce(torch.add, [score_blocks(held, blocks, seq_len, *how) for _, blocks in own])
+        for _, own in groupby(_rounds(measured, told), itemgetter(0))
+    ]
+    return result(reduce(torch.add, scored).tolist(), held)
+
+
+def _score_pairs(
+    measured: HeldOutOfRun,
+    asked: PreferenceConfig,
+    device: torch.device,
+    model: Model,
+    hidden: Hidden,
+    told: Told,
+) -> Evaluation:
+    import numpy as np
+    import torch
+
+    held, seq_len, single = measured.held, measured.seq_len, measured.packing == "single"
+    column = _reference(measured.run_dir) if asked.has_reference else None
+    scored = []
+    for _, blocks in _rounds(measured, told):
+        found = [held.block(g, seq_len) for g in blocks]
+        ids, labels, starts = (list(one) for one in zip(*found, strict=True))
+        inputs, targets = np.stack(ids)[:, :-1].astype(np.int64), np.stack(labels)
+        if single:
+            inputs, targets = in_halves(inputs), in_halves(targets)
+            behind = targets  # the last label, or, where a score is read behind it, that position
+            if asked.loss == "reward":
+                behind = np.concatenate([targets[:, :1], targets[:, :-1]], axis=1)
+            width = needed_rows(behind)
+            inputs, targets = inputs[:, :width], targets[:, :width]
+        pairs = held.pairs_of(blocks, seq_len)
+        known = np.zeros((len(pairs.keys), 2)) if column is None else column.of(pairs.keys)
+        own = (pairs, targets, slice(None), known, asked, device)
+        row: MicroBatch = {"input_ids": on_device(device, inputs)}
+        row |= target_keywords(targets, device, whole=False) | hidden(targets, starts)
+        row["pairs"] = pair_tensors(*own, halves=single)
+        parts = torch.from_numpy(held.pair_parts(blocks, seq_len))
+        scored.append(Scores(model(each=True, **row), row["pairs"], parts))
+    sums = pair_totals(scored, asked, device, max(1, len(held.parts)), told=True)
+    return pair_result(sums.tolist(), held)
+
+
+def _reference(run_dir: Path) -> Column:
+    """Return what the pairs of a run were worth to its reference."""
+    path = run_dir / contents.REFERENCE
+    try:
+        return reference.load(path)
+    except (DamagedColumnError, FileNotFoundError) as error:
+        expected = f"the reference of the run's pairs ({first_line(error)})"
+        remedy = "put the file back; --data PAIRS --reference MODEL compares without it"
+        raise UserError(Problem(str(path), None, expected, remedy)) from error
+
+
+def _loss(opened: LoadedModel, measured: HeldOutOfRun) -> LossModule:
     """Return the module that computes the loss as the run does."""
-    kernel = FrozenChoices(run_dir, "").loss_kernel or "logits"
+    kernel = FrozenChoices(measured.run_dir, "").loss_kernel or "logits"
     found = "" if kernel == "logits" else examine(opened.model)
-    return LossModule(opened.model, found if isinstance(found, Head) else None, kernel=kernel)
+    head = found if isinstance(found, Head) else None
+    return LossModule(opened.model, head, kernel=kernel, preference=measured.preference)
 
 
 @contextmanager
