@@ -81,7 +81,8 @@ def require_answers(source: Source, key: str, settings: DataSettings, reader: Re
         what, remedy = "a token cache, whose tokens are texts", "preference.loss=none"
     elif with_form(source, key, reader, other).form is not None:
         what = {"pairs": "pairs of answers", "feedback": "answers with a label"}[other]
-        remedy = f"preference.loss={'dpo' if other == 'pairs' else 'kto'}"
+        loss = "dpo" if other == "pairs" else "kto"
+        remedy = f"preference.loss={loss}, for sources that are all of this kind"
     else:
         try:
             found = with_form(source, key, reader).form

@@ -351,6 +351,11 @@ def test_beta_is_above_zero(tmp_path, value):
     ("override", "loss", "reason"),
     [
         ("training.z_loss=0.0001", "dpo", "a loss of answers, not of tokens"),
+        (
+            "chat.too_long=split",
+            "dpo",
+            "error, drop or truncate with preference.loss dpo: an answer",
+        ),
         ("training.loss_kernel=torch", "kto", "auto or chunked with preference.loss kto"),
         ("evaluation.prompts=[a]", "reward", "a model that scores answers writes none"),
     ],

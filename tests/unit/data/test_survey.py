@@ -7,13 +7,20 @@ from importlib.metadata import version
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import chats, corpus
+from helpers import chats, corpus, megatron
 from helpers.reference_stream import is_heldout, unit_rows
 
 from llmtrain.config.binding import data_settings
-from llmtrain.config.schema import Config
+from llmtrain.config.schema import Config, SourceConfig
 from llmtrain.data.manifest import load
-from llmtrain.data.survey import check, differing_tokenizer, freeze, survey, training_texts
+from llmtrain.data.survey import (
+    check,
+    differing_tokenizer,
+    evaluation_sources,
+    freeze,
+    survey,
+    training_texts,
+)
 from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import UserError
@@ -411,3 +418,164 @@ def test_a_packing_that_does_not_go_with_conversations_is_refused(tmp_path, data
     assert value in said
     assert f"try:      {value.partition(' ')[0]}=auto" in said
     find(texts, **data)
+
+
+# Runs on pairs of answers, or on judged ones.
+LABELS = [{"messages": chats.talk(f"{n}?", "Yes."), "label": n % 2 == 0} for n in range(20)]
+FOR_PAIRS = (
+    "pairs of answers with preference.loss ipo: chosen and rejected, with a prompt; these are"
+)
+FOR_KTO = "answers with a label with preference.loss kto: prompt, completion and label; these are"
+
+
+def config_for(loss, *sources, evaluation=(), **data):
+    described = [one if isinstance(one, dict) else {"path": str(one)} for one in sources]
+    return Config.model_validate({
+        "data": {"sources": described, "seq_len": 64, "heldout": 0.0, **data},
+        "evaluation": {"sources": [{"path": str(one)} for one in evaluation]},
+        "preference": {"loss": loss},
+        "training": {"epochs": 2},
+    })  # fmt: skip
+
+
+def problems_of(loss, *sources, **more):
+    with pytest.raises(UserError) as raised:
+        survey(data_settings(config_for(loss, *sources, **more)), 1)
+    return [(one.key, one.value, one.expected, one.remedy) for one in raised.value.problems]
+
+
+def test_a_run_with_a_loss_of_answers_finds_them_in_training_and_evaluation(write):
+    pairs, judged = write(PAIRS, "pairs"), write(LABELS, "judged")
+    for loss, path, form in (("dpo", pairs, "pairs"), ("reward", pairs, "pairs"),
+                             ("kto", judged, "feedback")):  # fmt: skip
+        settings = data_settings(config_for(loss, path, evaluation=[path]))
+        found = survey(settings, 1)
+        assert [one.form for one in found.sources] == [form]
+        assert [one.max_epochs for one in found.sources] == [2]
+        assert found.has_chat
+        (held,) = evaluation_sources(settings, found.reading)
+        assert held.form == form
+
+
+@pytest.mark.parametrize(
+    ("rows", "what", "remedy"),
+    [
+        (
+            LABELS,
+            "answers with a label",
+            "preference.loss=kto, for sources that are all of this kind",
+        ),
+        (chats.rows_of(9), "conversations", "preference.loss=none; or name its columns: "),
+        (corpus.articles(9), "documents of text", "preference.loss=none; or name its columns: "),
+    ],
+)
+@pytest.mark.parametrize("where", ["data", "evaluation"])
+def test_a_run_on_pairs_refuses_other_sources_by_their_kind(write, rows, what, remedy, where):
+    pairs, other = write(PAIRS, "pairs"), write(rows, "other")
+    if where == "data":
+        found, key = problems_of("ipo", pairs, other), "data.sources.1"
+    else:
+        found, key = problems_of("ipo", pairs, evaluation=[other]), "evaluation.sources.0"
+    if remedy.endswith(": "):
+        remedy += f"{key}.columns={{…}}"
+    assert found == [(f"{key}.path", str(other), f"{FOR_PAIRS} {what}", remedy)]
+
+
+def test_a_run_on_feedback_refuses_pairs_and_all_else(write, tmp_path):
+    pairs, judged = write(PAIRS, "pairs"), write(LABELS, "judged")
+    lines = corpus.write_lines(tmp_path / "lines.txt", [b"One.", b"Two."])
+    found = problems_of("kto", pairs, judged, write(chats.rows_of(9), "chat"), lines)
+    assert [one[:3] for one in found] == [
+        ("data.sources.0.path", str(pairs), f"{FOR_KTO} pairs of answers"),
+        ("data.sources.2.path", found[1][1], f"{FOR_KTO} conversations"),
+        ("data.sources.3.path", str(lines), f"{FOR_KTO} documents of text"),
+    ]
+    assert found[0][3] == "preference.loss=dpo, for sources that are all of this kind"
+
+
+def test_a_column_that_is_read_as_text_is_no_pair(write):
+    path = str(write(PAIRS))
+    found = problems_of("ipo", {"path": path, "text_column": "prompt"})
+    assert [one[:3] for one in found] == [
+        ("data.sources.0.path", path, f"{FOR_PAIRS} documents of text")
+    ]
+
+
+def test_a_token_cache_has_no_answers(tmp_path):
+    path = megatron.write(tmp_path / "cache.idx", [[[1, 2, 3]]])
+    found = problems_of("ipo", path)
+    said = f"{FOR_PAIRS} a token cache, whose tokens are texts"
+    assert found == [("data.sources.0.path", str(path), said, "preference.loss=none")]
+
+
+def test_the_label_may_have_another_name_in_files_of_one_source(tmp_path):
+    rows = [{"conversations": [], "kto_tag": True}]
+    assert find_answers(corpus.write_jsonl(tmp_path / "a" / "a.jsonl", rows)) == {
+        "label": "kto_tag"
+    }
+    corpus.write_jsonl(tmp_path / "a" / "b.jsonl", LABELS)
+    found = problems_of("kto", tmp_path / "a")
+    assert [one[:2] for one in found] == [("data.sources.0.path", "kto_tag")]
+    assert "b.jsonl, which has: messages, label" in found[0][2]
+
+
+def find_answers(path):
+    return survey(data_settings(config_for("kto", path)), 1).sources[0].columns
+
+
+def test_a_file_of_feedback_without_a_conversation_is_refused(tmp_path):
+    corpus.write_jsonl(tmp_path / "a" / "a.jsonl", LABELS)
+    corpus.write_jsonl(tmp_path / "a" / "b.jsonl", [{"text": "x", "label": 1}])
+    found = problems_of("kto", tmp_path / "a")
+    assert [one[:2] for one in found] == [("data.sources.0.path", "messages")]
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "expected", "remedy"),
+    [
+        (
+            {"packing": "concat"},
+            "data.packing",
+            "bestfit, single or auto with preference.loss ipo: concat would cut them anywhere",
+            "data.packing=auto",
+        ),
+        (
+            {"document_mask": False},
+            "data.document_mask",
+            "true or auto with preference.loss ipo: the answers of a block must not see each other",
+            "data.document_mask=auto",
+        ),
+        (
+            {"packing": "single", "seq_len": 63},
+            "data.seq_len",
+            "an even number with data.packing single and preference.loss: each answer of a pair "
+            "has half of a block",
+            "data.seq_len=64",
+        ),
+    ],
+)
+def test_blocks_that_do_not_hold_two_answers_are_refused(tmp_path, data, key, expected, remedy):
+    path = corpus.write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    ((found, _, *said),) = problems_of("ipo", path, **data)
+    assert (found, *said) == (key, expected, remedy)
+
+
+def test_a_run_keeps_the_kind_of_rows_that_it_began_with(tmp_path):
+    tokenizer = chats.make(tmp_path / "tokenizer", "chatml")
+    path = corpus.write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    manifest, encoder = chats.data_of(tokenizer, path, loss="dpo")
+    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
+    again = load(tmp_path / "manifest.json", [SourceConfig(path=str(path))])
+    assert (again.answers, again.fingerprint) == ("pairs", manifest.fingerprint)
+    config = config_for("dpo", path, seq_len=256)
+    config = config.model_copy(update={"training": config.training.model_copy(
+        update={"epochs": None})})  # fmt: skip
+    check(manifest, data_settings(config), encoder)
+    other = config.model_copy(
+        update={"preference": config.preference.model_copy(update={"loss": "kto"})}
+    )
+    with pytest.raises(UserError) as raised:
+        check(manifest, data_settings(other), encoder)
+    (problem,) = raised.value.problems
+    assert problem.key == "preference.loss"
+    assert problem.expected == "dpo, or another loss of pairs, as the run's data was read for"
