@@ -134,7 +134,12 @@ def _block(block: Shown) -> Iterator[str]:
             yield f"{INDENT}-------- document border"
         yield from _text(text)
     if len(texts) > SHOWN_DOCUMENTS:
-        yield f"{INDENT}-------- {len(texts) - SHOWN_DOCUMENTS} more documents"
+        more = len(texts) - SHOWN_DOCUMENTS
+        yield (
+            f"{INDENT}-------- {more // 2} more pairs"
+            if block.halves
+            else (f"{INDENT}-------- {more} more documents")
+        )
 
 
 def _with_marks(block: Shown, start: int, stop: int) -> str:

@@ -188,6 +188,29 @@ def test_only_a_few_documents_of_a_block_are_shown():
     block = replace(INSPECTION.blocks[1], borders=borders)
     lines = list(inspection(replace(INSPECTION, blocks=(block,))))
     assert lines[-1] == "    -------- 34 more documents"
+    block = replace(block, halves=("chosen", "rejected") * 20)
+    lines = list(inspection(replace(INSPECTION, blocks=(block,))))
+    assert lines[-1] == "    -------- 17 more pairs"
+    assert "    -------- pair 3: rejected" in lines
+
+
+def test_a_long_prompt_does_not_hide_the_answer():
+    text = "word " * 99 + "Yes." + "word " * 99 + "No."
+    trained = ((495, 499), (994, 997))
+    shown = Shown(0, "pairs", text, (499,), trained, 0, True, ("chosen", "rejected"))
+    lines = list(inspection(replace(INSPECTION, blocks=(shown,))))
+    assert sum("⟦Yes.⟧" in line or "⟦No.⟧" in line for line in lines) == 2
+
+
+def test_a_pair_is_one_line_with_both_halves():
+    one = found(span=(0, 31), second=(31, 70), text="Hi? Yes.", second_text="Hi? No.")
+    lines = list(step_documents(StepDocuments(6, "0" * 16, 6, 1, (one,))))
+    assert "0:31:31:70" in lines[-4]
+    assert [line.strip() for line in lines[-3:]] == [
+        "Hi? Yes.",
+        "-------- the second half of the pair",
+        "Hi? No.",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "a", "word " * 40, "x" * 200, "中" * 99, "e\u0301" * 90])

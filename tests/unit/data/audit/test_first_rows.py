@@ -5,7 +5,7 @@ from helpers import chats, corpus
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
-from llmtrain.data.audit.first_rows import check_first_rows
+from llmtrain.data.audit.first_rows import check_first_rows, share_filled, with_marks
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.survey import survey
 from llmtrain.data.tokens.encode import DocumentEncoder, settings_of
@@ -112,6 +112,45 @@ def test_a_template_that_does_not_fit_the_rows_is_refused(refused, tmp_path, con
     (problem,) = refused(rows_of(3), chats.make(tmp_path / "other", template, TOKENS))
     assert said in problem.expected
     assert ("try chat.template_kwargs" in problem.expected) == bool(think)
+
+
+def test_pairs_are_tried_and_the_first_is_shown_with_both_answers(tmp_path, chatml):
+    def encoder(seq_len, too_long="error"):
+        chat = chats.open_chat(chatml, seq_len, too_long=too_long)
+        return DocumentEncoder(open_tokenizer(chatml), chat)
+
+    def found(seq_len):
+        return survey(data_settings(Config.model_validate({
+            "data": {"sources": [{"path": str(path)}], "seq_len": seq_len, "heldout": 0.0},
+            "preference": {"loss": "dpo"},
+            "training": {"steps": 10},
+        })), 1)  # fmt: skip
+
+    answers = {"chosen": chats.talk("", "Yes.")[1:], "rejected": chats.talk("", "No.")[1:]}
+    rows = [{"prompt": chats.talk("Hi?"), **answers}] * 3
+    path = corpus.write_jsonl(tmp_path / "pairs.jsonl", rows)
+    first, *_ = check_first_rows(found(64), encoder(64))
+    text = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    shown = with_marks(first, open_tokenizer(chatml))
+    assert shown == f"{text}⟦Yes.<|im_end|>⟧\n--------\n{text}⟦No.<|im_end|>⟧"
+    assert share_filled([first], 63) == len(first.ids) / 64
+    with pytest.raises(UserError) as caught:
+        check_first_rows(found(16), encoder(16, "drop"))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value, problem.remedy) == ("data.seq_len", 16, "longer blocks")
+    assert problem.expected == (
+        "room for both answers of a pair, each with its prompt, which none of the first 3 rows of "
+        "pairs.jsonl has"
+    )
+    corpus.write_jsonl(path, [*rows, {**rows[0], "rejected": answers["chosen"]}])
+    with pytest.raises(UserError) as caught:
+        check_first_rows(found(64), encoder(64))
+    (problem,) = caught.value.problems
+    assert problem.key == f"{path}, line 4"
+    assert problem.expected == (
+        "a pair of answers that can be trained on: chosen and rejected are equal"
+    )
+    assert problem.remedy == "repair or remove the row, or chat.bad_rows=skip"
 
 
 def test_conversations_need_a_template(refused):

@@ -419,3 +419,113 @@ def test_turns_whose_answer_merges_with_the_prompt_are_counted(look):
 def test_the_steps_of_an_epoch_are_an_estimate(look):
     """A run counts them up to where its last lane ends."""
     assert "steps_per_epoch" in look("chatml", blocks=0).estimated
+
+
+# Pairs of answers, and judged answers.
+def preferred(n):
+    """Every fourth pair is too long, every fifth has equal answers."""
+    rejected = "Yes." if n % 5 == 4 else f"No {n}."
+    chosen = "Yes." if n % 5 == 4 else f"Yes {n}." + " moss" * (200 if n % 4 == 3 else n % 7)
+    return {"prompt": chats.talk(f"Is it {n}?"), "chosen": chats.talk("", chosen)[1:],
+            "rejected": chats.talk("", rejected)[1:], "score": 3}  # fmt: skip
+
+
+def judged(n):
+    row = preferred(n)
+    return {"messages": [*row["prompt"], *row["chosen"]], "label": n % 3 == 0}
+
+
+@pytest.fixture
+def look_at_answers(tmp_path):
+    """Inspects pairs or judged answers with the sample's tokenizer and a template."""
+    tokenizer = chats.make(tmp_path / "tokenizer", "chatml", TOKENS)
+
+    def call(make, loss, *overrides, **options):
+        path = corpus.write_jsonl(tmp_path / "rows.jsonl", [make(n) for n in range(40)])
+        given = [f"data.sources=[{{path: {path}}}]", f"model.tokenizer={tokenizer}"]
+        given += ["data.seq_len=128", "data.heldout=0", "chat.bad_rows=skip"]
+        given += [f"preference.loss={loss}", "chat.too_long=drop", *overrides]
+        return inspect(loaded(tmp_path, *given), documents=0, **options)
+
+    return call, tokenizer
+
+
+def sizes_of(tokenizer, make):
+    """Tokens of the prompt and of the answers of each row, by the library alone."""
+    encode = chats.plain(tokenizer).encode
+    for row in map(make, range(40)):
+        asked = f"<|im_start|>user\n{row['prompt'][0]['content']}<|im_end|>\n"
+        prompt = len(encode(f"{asked}<|im_start|>assistant\n", add_special_tokens=False).ids)
+        answers = [
+            len(encode(f"{row[name][0]['content']}<|im_end|>", add_special_tokens=False).ids)
+            for name in ("chosen", "rejected")
+        ]
+        if row["chosen"] != row["rejected"]:
+            yield prompt, *answers
+
+
+def test_pairs_are_counted_with_their_lengths(look_at_answers):
+    look, tokenizer = look_at_answers
+    found = look(preferred, "dpo", "training.steps=null", "training.epochs=1", blocks=0)
+    sizes = [one for one in sizes_of(tokenizer, preferred) if sum(one) + one[0] <= 128]
+    assert found.pairs.pairs == len(sizes) == 24
+    assert found.pairs.too_long == 8
+    assert found.pairs.equal == 8
+    assert found.rejected == {"equal": 8}
+    assert (found.pairs.desirable, found.pairs.undesirable) == (None, None)
+    for told, column in zip((found.pairs.prompt, *found.pairs.answers), zip(*sizes, strict=True),
+                            strict=True):  # fmt: skip
+        ordered = sorted(column)
+        assert told.most == ordered[-1]
+        assert told.median == ordered[(len(ordered) - 1) // 2]
+        assert told.most_of_90 == ordered[int(0.9 * (len(ordered) - 1))]
+    assert found.pairs.a_block == pytest.approx(24 / found.measured_blocks)
+    assert found.documents_cut == 0
+    assert json.loads(json.dumps(found.to_json()))["pairs"]["pairs"] == 24
+    assert found.sources[0].unread == {"score": 40}
+    lines = list(inspection(found))
+    assert f"pairs     24 pairs; {found.pairs.a_block:.2f} in a block" in lines
+    assert "          8 left out as too long, 0 cut, 8 with equal answers" in lines
+    assert "          8 rows rejected: equal" in lines
+    assert not [line for line in lines if line.startswith("chat ") or len(line) > 80]
+
+
+def test_judged_answers_are_counted_by_their_label(look_at_answers):
+    look, _ = look_at_answers
+    found = look(judged, "kto", blocks=0)
+    labels = [judged(n)["label"] for n in range(40) if n % 4 != 3 or n % 5 == 4]
+    assert (found.pairs.desirable, found.pairs.undesirable) == (labels.count(True),
+                                                                labels.count(False))  # fmt: skip
+    assert found.pairs.pairs == len(labels)
+    assert len(found.pairs.answers) == 1
+    (told,) = [line for line in inspection(found) if line.startswith("pairs ")]
+    good, bad = labels.count(True), labels.count(False)
+    assert f"{len(labels)} answers, {good} of them desirable and {bad} undesirable" in told
+
+
+@pytest.mark.parametrize("packing", ["bestfit", "single"])
+def test_a_pair_is_shown_with_what_is_trained_of_both_halves(look_at_answers, packing):
+    look, _ = look_at_answers
+    found = look(preferred, "dpo", f"data.packing={packing}", blocks=4)
+    known = {
+        tuple(f"{row[name][0]['content']}<|im_end|>" for name in ("chosen", "rejected"))
+        for row in map(preferred, range(40))
+    }
+    for block in found.blocks:
+        marked = [block.text[begin:end] for begin, end in block.trained]
+        assert block.halves == ("chosen", "rejected") * (len(marked) // 2)
+        assert set(zip(marked[::2], marked[1::2], strict=True)) <= known
+        assert len(block.borders) == len(marked) - 1
+        assert "<|endoftext|>" not in block.text
+    lines = list(inspection(found))
+    first = lines.index("    -------- pair 1: chosen")
+    second = lines.index("    -------- pair 1: rejected")
+    for at in (first, second):
+        assert "⟦" in "".join(lines[at + 1 : at + 4])
+
+
+def test_of_a_judged_answer_the_half_beside_it_is_named(look_at_answers):
+    look, _ = look_at_answers
+    (block,) = look(judged, "kto", blocks=1).blocks
+    assert set(block.halves[::2]) <= {"desirable", "undesirable"}
+    assert set(block.halves[1::2]) == {"the answer of another row"}
