@@ -316,6 +316,23 @@ def test_conversations_are_refused_and_nothing_is_written(tmp_path, template):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK]
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_answers_are_refused_and_nothing_is_written(tmp_path, loss):
+    row = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}
+    if loss == "kto":
+        row = {"prompt": "Hi?", "completion": "Yes.", "label": True}
+    path = corpus.write_jsonl(tmp_path / "rows.jsonl", [row] * 9)
+    config = write_config(tmp_path / "c.yaml", path, preference__loss=loss)
+    with pytest.raises(UserError) as refused:
+        tokenize(load_config(config), tmp_path / "out", 1, quiet)
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.value) == ("data.sources", str(path))
+    assert problem.expected == (
+        "documents of text: a token cache cannot say which answer is the better one"
+    )
+    assert [one.name for one in (tmp_path / "out").iterdir()] == [WORK]
+
+
 def test_a_run_that_reserves_the_tokens_of_a_template_takes_the_cache(tmp_path):
     texts = corpus.write_jsonl(tmp_path / "text.jsonl", corpus.articles(20))
     config = write_config(tmp_path / "c.yaml", texts, chat__template="chatml")
