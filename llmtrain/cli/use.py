@@ -21,7 +21,7 @@ from llmtrain.text import harmless
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from llmtrain.tools.use.answers import Compared
+    from llmtrain.tools.use.answers import Comparison
     from llmtrain.tools.use.evaluate import Evaluated
     from llmtrain.tools.use.export.export import Exported
 
@@ -33,6 +33,35 @@ Model = Annotated[
         autocompletion=runs,
     ),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|CONFIG",
+        help="Documents, pairs of answers, a config, or a run; its own run's held-out set.",
+    ),
+]
+AsRun = Annotated[
+    Path | None,
+    typer.Option(
+        "--as",
+        metavar="RUN",
+        help="Measure it as this run measured the model that it began with.",
+        autocompletion=runs,
+    ),
+]
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="With pairs of answers as --data: the model to compare with.",
+        autocompletion=runs,
+    ),
+]
+Tasks = Annotated[str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or YAML files.")]
+Stride = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Tokens that a window of a long document scores."),
+]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to write.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="0 = the likeliest.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Share of probability.")]
@@ -43,37 +72,11 @@ _KEPT = "\n\t"  # not escaped in what a model writes
 
 def evaluate(
     model: Model,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH|CONFIG",
-            help="Documents, pairs of answers, a config, or a run; its own run's held-out set.",
-        ),
-    ] = None,
-    as_run: Annotated[
-        Path | None,
-        typer.Option(
-            "--as",
-            metavar="RUN",
-            help="Measure it as this run measured the model that it began with.",
-            autocompletion=runs,
-        ),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="With pairs of answers as --data: the model to compare with.",
-            autocompletion=runs,
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or YAML files.")
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Tokens that a window of a long document scores."),
-    ] = None,
+    data: Data = None,
+    as_run: AsRun = None,
+    reference: Reference = None,
+    tasks: Tasks = None,
+    stride: Stride = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Give tasks through the model's chat template.")
     ] = False,
@@ -215,7 +218,7 @@ def evaluation(found: Evaluated) -> Iterator[str]:
 
 
 def _of_pairs(
-    loss: float, pairs: Mapping[str, float | None], compared: Compared | None
+    loss: float, pairs: Mapping[str, float | None], compared: Comparison | None
 ) -> Iterator[str]:
     """Yield the figures of pairs of answers, a line for each kind. loss: of a pair, in nats"""
     shown = {key: "–" if value is None else f"{value:.4f}" for key, value in pairs.items()}

@@ -18,8 +18,6 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from llmtrain.config.binding import DataSettings, data_settings
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import ChatConfig, Config, PreferenceConfig
@@ -46,6 +44,7 @@ from llmtrain.training.step import target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -54,7 +53,7 @@ _POSITIONS = 8192  # of a batch, padding included; a single pair may have more
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswersOfFile:
     """Pairs of answers as tokens.
 
     pairs: the shortest first
@@ -66,7 +65,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Comparison:
     """How the answers of pairs were compared.
 
     preference: name of the loss
@@ -82,7 +81,7 @@ class Compared:
 
 def compare_answers(
     target: Target, given: str, reference: str | Path | None, told: Told
-) -> tuple[Evaluation, Compared]:
+) -> tuple[Evaluation, Comparison]:
     """Score the pairs of a file, directory or data set by a model, then by its reference.
 
     The loss is that of the run that trained the model, else `dpo`; without a reference it is that
@@ -117,12 +116,12 @@ def compare_answers(
         known = score_answers(other, answers, asked, told)
     found = replace(_figures(answers, sums, known, asked), seconds=perf_counter() - start)
     named = None if reference is None else str(reference)
-    return found, Compared(asked.loss, asked.beta, named, answers.left_out)
+    return found, Comparison(asked.loss, asked.beta, named, answers.left_out)
 
 
 def read_answers(
     given: str, tokenizer: Path, positions: int, chat: ChatConfig, preference: PreferenceConfig
-) -> Answers:
+) -> AnswersOfFile:
     """Read the pairs of a file, directory or data set.
 
     tokenizer: directory with it and its chat template
@@ -152,7 +151,7 @@ def read_answers(
             left_out += not encoded.second
     if not found:
         raise UserError(Problem("--data", given, "at least one pair of answers that fits"))
-    return Answers(sorted(found, key=lambda pair: len(pair.ids)), left_out)
+    return AnswersOfFile(sorted(found, key=lambda pair: len(pair.ids)), left_out)
 
 
 def has_pairs(given: str) -> bool:
@@ -176,9 +175,10 @@ def _sources(
 
 
 def score_answers(
-    opened: LoadedModel, answers: Answers, preference: PreferenceConfig, told: Told
+    opened: LoadedModel, answers: AnswersOfFile, preference: PreferenceConfig, told: Told
 ) -> np.ndarray:
     """Return Σ log p of both answers of each pair, or their scores, (N, 2) fp64."""
+    import numpy as np
     import torch
 
     attention.rope_by_document(opened.model)
@@ -198,7 +198,7 @@ def score_answers(
 
 
 def _figures(
-    answers: Answers,
+    answers: AnswersOfFile,
     sums: np.ndarray,
     reference: np.ndarray | None,
     preference: PreferenceConfig,
@@ -207,6 +207,7 @@ def _figures(
 
     sums, reference: (N, 2) fp64, as `score_answers` returns them
     """
+    import numpy as np
     import torch
 
     known = np.zeros_like(sums) if reference is None else reference
@@ -246,6 +247,8 @@ def _longest(pair: Encoded) -> int:
 
 def _rows(batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
     """Return a row for each answer, (2N, T) int64: ids, and labels that are shifted."""
+    import numpy as np
+
     width = max(map(_longest, batch))
     ids = np.zeros((2 * len(batch), width), np.int64)
     labels = np.full_like(ids, NOT_TRAINED)
@@ -258,6 +261,7 @@ def _rows(batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
 
 def _asked(labels: np.ndarray, device: torch.device) -> PairTensors:
     """Return what is asked of the pairs in rows with these labels, (2N, T), one a half."""
+    import numpy as np
     import torch
 
     trained = labels != NOT_TRAINED

@@ -46,7 +46,7 @@ from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.text import first_line
 from llmtrain.tools.use import packed
-from llmtrain.tools.use.answers import REFERENCE_KEY, Compared, compare_answers, has_pairs
+from llmtrain.tools.use.answers import REFERENCE_KEY, Comparison, compare_answers, has_pairs
 from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, Told
 from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
@@ -314,7 +314,7 @@ class Evaluated:
     figures: Evaluation | None
     tasks: Mapping[str, JsonMapping] = field(default_factory=dict)
     as_run: Path | None = None
-    compared: Compared | None = None
+    compared: Comparison | None = None
 
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain evaluate --json` prints."""
@@ -368,8 +368,8 @@ def evaluate(
     Raises UserError for bad input, RunError if the disk or the network fails.
     """
     if as_run is not None:
-        other = {"--data": data, "--tasks": ",".join(tasks), "--stride": stride, "--chat": chat}
-        other[REFERENCE_KEY] = reference
+        named = {"--data": data, REFERENCE_KEY: reference, "--stride": stride}
+        other = named | {"--tasks": ",".join(tasks), "--chat": chat}
         expected = f"left out: {OPTION} scores the held-out set of that run"
         raise_any(Problem(key, value, expected) for key, value in other.items() if value)
         return _evaluate_as(str(model_or_run), Path(as_run), told)
@@ -379,34 +379,51 @@ def evaluate(
         expected = "false here: it gives tasks (--tasks) through the chat template"
         raise UserError(Problem("--chat", True, expected))
     measured = _heldout(target, data, wanted=not tasks)
-    if stride is not None and (data is None or measured):
-        expected = "null here: a stride is for documents (--data FILE), not for a held-out set"
-        raise UserError(Problem("--stride", stride, expected))
-    if reference is not None and (data is None or measured or str(data).endswith(_YAML)):
-        expected = "left out here: it is for pairs of answers (--data FILE); a run has its own"
-        raise UserError(Problem(REFERENCE_KEY, reference, expected))
+    _check_use(data, measured, stride, reference)
     figures, compared = None, None
     if measured is not None:
         opened = open_model(target, precision=measured.precision, seq_len=measured.seq_len)
         figures = packed.score(opened, measured, told)
     elif data is not None:
-        try:
-            texts = None if reference else documents_of(str(data))
-        except UserError as error:
-            of_columns = any(problem.key.endswith(".columns") for problem in error.problems)
-            if not of_columns or str(data).endswith(_YAML) or not has_pairs(str(data)):
-                raise
-            texts = None
-        if texts is None:
-            if stride is not None:
-                expected = "left out with pairs of answers, which are scored whole"
-                raise UserError(Problem("--stride", stride, expected))
-            figures, compared = compare_answers(target, str(data), reference, told)
-        else:
-            figures = score_rolling(open_model(target), texts, stride, told)
+        figures, compared = _on_documents(target, str(data), reference, stride, told)
     scores = run_tasks(open_model(target), tasks, chat=chat) if tasks else {}
-    split = "heldout" if data is None else str(data)
-    return Evaluated(target.directory, target.step, split, figures, scores, compared=compared)
+    split, place = "heldout" if data is None else str(data), (target.directory, target.step)
+    return Evaluated(*place, split, figures, scores, compared=compared)
+
+
+def _check_use(
+    data: str | Path | None,
+    measured: HeldOutOfRun | None,
+    stride: int | None,
+    reference: str | Path | None,
+) -> None:
+    """Raise UserError for what the held-out set of a run has no use for."""
+    of_run = data is None or measured is not None
+    if stride is not None and of_run:
+        expected = "null here: a stride is for documents (--data FILE), not for a held-out set"
+        raise UserError(Problem("--stride", stride, expected))
+    if reference is not None and (of_run or str(data).endswith(_YAML)):
+        expected = "left out here: it is for pairs of answers (--data FILE); a run has its own"
+        raise UserError(Problem(REFERENCE_KEY, reference, expected))
+
+
+def _on_documents(
+    target: Target, given: str, reference: str | Path | None, stride: int | None, told: Told
+) -> tuple[Evaluation, Comparison | None]:
+    """Score documents that are in no run, or pairs of answers. The arguments: as of `evaluate`."""
+    texts = None
+    try:
+        texts = documents_of(given) if reference is None else None
+    except UserError as error:
+        of_columns = any(problem.key.endswith(".columns") for problem in error.problems)
+        if not of_columns or given.endswith(_YAML) or not has_pairs(given):
+            raise
+    if texts is not None:
+        return score_rolling(open_model(target), texts, stride, told), None
+    if stride is not None:
+        expected = "left out with pairs of answers, which are scored whole"
+        raise UserError(Problem("--stride", stride, expected))
+    return compare_answers(target, given, reference, told)
 
 
 def _evaluate_as(given: str, run_dir: Path, told: Told) -> Evaluated:

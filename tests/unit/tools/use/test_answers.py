@@ -113,7 +113,7 @@ def test_pairs_that_are_too_long_for_the_model_are_left_out_and_counted(models, 
 @pytest.mark.parametrize(
     ("options", "key", "expected"),
     [
-        ({"stride": 4}, "--stride", "left out with pairs of answers"),
+        ({"stride": 4, "reference": None}, "--stride", "left out with pairs of answers"),
         ({"data": "config.yaml"}, "--reference", "it is for pairs of answers"),
         ({"as_run": "runs/a", "data": None}, "--reference", "scores the held-out set of that run"),
     ],
