@@ -245,7 +245,7 @@ def exportation(found: Exported) -> Iterator[str]:
         yield f"{name:<40}{size(count):>11}"
     if losses := found.losses:
         apart = abs(losses.run - losses.export)
-        yield f"loss {losses.export:.6f}, {apart:.1e} from the run's on the same blocks"
+        yield f"{losses.measure} {losses.export:.6f}, {apart:.1e} from the run's on the same blocks"
     if found.pushed:
         yield f"uploaded to {found.pushed}"
     yield f"{found.path}"

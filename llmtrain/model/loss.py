@@ -44,7 +44,7 @@ from llmtrain.model.cross_entropy import (
     token_losses,
 )
 from llmtrain.model.preference import loss_and_sums, sequence_sums
-from llmtrain.model.scorer import is_scorer, outputs, score_layer, scores_of
+from llmtrain.model.scorer import is_scorer, outputs, score_layer, widen
 from llmtrain.pairs import PairTensors
 from llmtrain.text import first_line
 from llmtrain.types import NOT_TRAINED
@@ -226,7 +226,9 @@ class LossModule(nn.Module):
         # The linear layer from hidden to logits. To ask in each step takes as long as its product;
         # the tuple keeps torch from registering it twice.
         self._projection = (model.get_output_embeddings(),)
-        self._scores = (score_layer(model) if is_scorer(model.config) else None,)
+        self._scores = is_scorer(model.config)
+        if self._scores:
+            widen(score_layer(model))
         self._pass_on: PassOn = _nothing
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
@@ -302,7 +304,7 @@ class LossModule(nn.Module):
         if labels is None:
             return self._logits(input_ids, keywords, all_logits)
         known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
-        if self.head is not None or self._scores[0] is not None:
+        if self.head is not None or self._scores:
             hidden = self.model.base_model(input_ids, **keywords)[0]
             return self._from_hidden(hidden, labels, each, known, pairs)
         output = self._whole(input_ids, keywords, real)
@@ -333,10 +335,10 @@ class LossModule(nn.Module):
         pairs: PairTensors | None,
     ) -> Tensor:
         """Return the loss of the decoder's output, (B, T, h). known: of which positions."""
-        if (layer := self._scores[0]) is not None:
+        if self._scores:
             assert pairs is not None, "a model that scores is trained on pairs"
             assert pairs.last is not None, "where a sequence ends is known where it was packed"
-            scores = scores_of(hidden.flatten(0, -2).index_select(0, pairs.last), layer)
+            scores: Tensor = self.model.score(hidden.flatten(0, -2).index_select(0, pairs.last))
             return self._from_sums(scores.double().view(-1, 2), each, pairs)
         assert self.head is not None
         head, projection = self.head, self._projection[0]

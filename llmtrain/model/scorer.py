@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -69,12 +70,19 @@ def score_layer(model: nn.Module) -> nn.Linear | None:
     return layer if isinstance(layer, nn.Linear) else None
 
 
-def scores_of(hidden: Tensor, layer: nn.Linear) -> Tensor:
-    """Return the scores of hidden states, (n, h) → (n,), computed in at least fp32."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    with torch.autocast(hidden.device.type, enabled=False):
-        products = hidden.to(wide) @ layer.weight.to(wide).t()
-        return (products if layer.bias is None else products + layer.bias.to(wide))[:, 0]
+def widen(layer: Any) -> None:
+    """Let the layer of the score compute in at least fp32, whatever the rest of the model does.
+
+    Its forward is replaced, for it is there that ZeRO-3 has its weight.
+    """
+
+    def forward(hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        bias = None if layer.bias is None else layer.bias.to(wide)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.to(wide), layer.weight.to(wide), bias)
+
+    layer.forward = forward
 
 
 def outputs(model: PreTrainedModel, ids: Tensor, **keywords: Any) -> Tensor:
@@ -97,7 +105,7 @@ def check(model: PreTrainedModel) -> None:
         model.eval()
         with torch.no_grad():
             whole = model(ids, use_cache=False).logits[:, 0]
-            own = scores_of(outputs(model, ids, use_cache=False)[:, -1], layer)
+            own = layer(outputs(model, ids, use_cache=False)[:, -1])[:, 0]
         model.train(training)
         same = torch.allclose(own, whole, rtol=1e-5, atol=1e-5)
     if not same:

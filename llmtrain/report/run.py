@@ -84,9 +84,13 @@ class Run:
     def load(self) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
         """Return the model of the best checkpoint and its tokenizer, as transformers has them.
 
+        It writes, or scores answers, if that is what the run trained.
+
         Raises UserError if there is no checkpoint.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
+
+        from llmtrain.model.scorer import auto_class
 
         if (place := self.best) is None:
             expected = "a run with a checkpoint whose held-out loss, if it has one, is finite"
@@ -94,12 +98,20 @@ class Run:
         files = self.directory / contents.TOKENIZER
         tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False)
         if (place / "adapter_config.json").is_file():
-            from peft import AutoPeftModelForCausalLM
+            from peft import (
+                AutoPeftModelForCausalLM,
+                AutoPeftModelForSequenceClassification,
+                PeftConfig,
+            )
 
-            return AutoPeftModelForCausalLM.from_pretrained(
-                place, trust_remote_code=False, use_safetensors=True
+            scores = PeftConfig.from_pretrained(place).task_type == "SEQ_CLS"
+            made = AutoPeftModelForSequenceClassification if scores else AutoPeftModelForCausalLM
+            more = {"num_labels": 1} if scores else {}
+            return made.from_pretrained(
+                place, trust_remote_code=False, use_safetensors=True, **more
             ), tokenizer
-        model = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        model = auto_class(config).from_pretrained(
             place, trust_remote_code=False, use_safetensors=True
         )
         return model, tokenizer

@@ -21,7 +21,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
 from llmtrain.rundir import contents
 from llmtrain.text import first_line
-from llmtrain.tools.use.load import LoadedModel, open_model
+from llmtrain.tools.use.load import LoadedModel, check_writes, open_model
 from llmtrain.tools.use.target import KEY, Target, find_target
 from llmtrain.types import JsonObject
 
@@ -185,7 +185,9 @@ def open_writer(model_or_run: str | Path, sampling: Sampling) -> LoadedModel:
         ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
     )
     raise_any(Problem(key, value, expected) for key, value, fine, expected in checks if not fine)
-    return open_model(find_target(str(model_or_run)), small=True)
+    opened = open_model(find_target(str(model_or_run)), small=True)
+    check_writes(opened)
+    return opened
 
 
 def text_ids(opened: LoadedModel, text: str) -> list[int]:

@@ -27,7 +27,7 @@ from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.model import attention, build, tokenizer as tokenizers, untrusted
+from llmtrain.model import attention, build, scorer, tokenizer as tokenizers, untrusted
 from llmtrain.model.base import CONFIG, Base, check_code
 from llmtrain.model.tokenizer import grow, rows_for, set_rows
 from llmtrain.model.trainable import BASE_FILE, CONFIG_FILE, hold_base
@@ -309,7 +309,7 @@ def open_model(
     device = torch.device("cpu" if on_cpu() else "cuda")
     with as_argument():
         base = base_directory(target.directory) if target.is_adapter else target.directory
-        config = config_of(base)
+        config = config_below(target, base)
         tokenizer = tokenizers.load(str(seen.tokenizer if seen else target.directory), None)
         stored = config.dtype
         if seen is not None:
@@ -382,6 +382,28 @@ def config_of(directory: Path) -> PreTrainedConfig:
     if (directory / CONFIG).is_file():
         check_code(str(directory), directory / CONFIG)
     return build.weights_config(Base(str(directory), None, None))
+
+
+def config_below(target: Target, base: Path) -> PreTrainedConfig:
+    """Return the transformers config of a model, without its adapters if it has any.
+
+    base: its directory, or that of the model below the adapters
+
+    Adapters may make a model that scores of one that writes. Raises UserError as `config_of`.
+    """
+    config = config_of(base)
+    if target.is_adapter and _json(target.directory / CONFIG_FILE).get("task_type") == "SEQ_CLS":
+        tokens = tokenizers.special_tokens(target.directory)
+        scorer.make_scorer(config, tokens.eos, tokens.pad)
+    return config
+
+
+def check_writes(opened: LoadedModel) -> None:
+    """Raise UserError for a model that scores answers, and cannot tell what token comes next."""
+    if scorer.is_scorer(opened.model.config):
+        expected = "a language model; this one scores answers (preference.loss reward)"
+        remedy = "`llmtrain evaluate` for its accuracy on pairs"
+        raise UserError(Problem(KEY, opened.target.given, expected, remedy))
 
 
 def rows_of(target: Target, entries: int, stored: int) -> int:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.state import ADAPTER, persistent_buffers
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import build, trainable
+from llmtrain.model import build, scorer, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.shape import on_meta
 from llmtrain.model.tokenizer import longer
 from llmtrain.tools.use import load, tensors
-from llmtrain.tools.use.load import base_directory, config_of, rows_of
+from llmtrain.tools.use.load import base_directory, config_below, config_of, rows_of
 from llmtrain.tools.use.target import Target, are_held, round_weight
 from llmtrain.tools.use.tensors import Stored
 from llmtrain.types import DTYPES, TensorSpec
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _FLOATS = ("F32", "BF16", "F16")
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
+_SAVED = ".modules_to_save.default."  # peft's copy of a layer that is trained whole
 _WRAPPED = ".token_adapter"  # peft's layer for token rows, inside the place of the embedding
 
 
@@ -92,7 +93,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     Raises UserError if the adapter does not fit, has what cannot be merged, or its base is gone.
     """
     directory, base = target.directory, base_directory(target.directory)
-    config = config_of(base)
+    config = config_below(target, base)
     read_base = _open_base(base, config)
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
@@ -105,7 +106,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     rounded = (
         {f"{name}.weight" for name in trainable.linear_layers(skeleton)} if in_four_bits else ()
     )
-    layers = _layers(skeleton, directory)
+    layers, replaced = _layers(skeleton, directory)
     for name in layers.keys() - own.keys() - tied.keys():  # of stacked experts, by name
         raise _unmergeable(directory, next(iter(layers[name].parts.values())))
     apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
@@ -115,6 +116,8 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     stored = Stored.of(directory, ADAPTER)
 
     def read(name: str) -> Tensor:
+        if file := replaced.get(name):
+            return cast(stored.read(file), dtype)
         tensor = read_base(tied.get(name, name))
         if rows := own[name].shape[:1]:
             tensor = longer(tensor, rows[0])
@@ -128,8 +131,11 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
 
 
-def _layers(skeleton: PreTrainedModel, directory: Path) -> dict[str, Layer]:
+def _layers(skeleton: PreTrainedModel, directory: Path) -> tuple[dict[str, Layer], dict[str, str]]:
     """Put the adapter's layers into a model on meta; return them by the weight that they change.
+
+    The second result has the weights of layers that are trained beside adapters, as the score of a
+    reward model: name → name in the adapter's file.
 
     Raises UserError if a tensor of the adapter belongs to no layer that can be merged.
     """
@@ -142,14 +148,19 @@ def _layers(skeleton: PreTrainedModel, directory: Path) -> dict[str, Layer]:
         for name, module in skeleton.named_modules()
         if isinstance(module, BaseTunerLayer)
     }
+    replaced = {}
     for file, parameter in found.items():
         name = names[id(parameter)]
+        if _SAVED in name:
+            replaced[name.replace(_SAVED, ".")] = file
+            continue
         owner = next((one for one in layers if name.startswith(f"{one}.")), "")
         leaf = name.removeprefix(f"{owner}.")
         if not owner or leaf.startswith("base_layer.") or leaf.endswith(".bias"):
             raise _unmergeable(directory, file)
         layers[owner].parts[leaf] = file
-    return {f"{name.removesuffix(_WRAPPED)}.weight": layer for name, layer in layers.items()}
+    merged = {f"{name.removesuffix(_WRAPPED)}.weight": layer for name, layer in layers.items()}
+    return merged, replaced
 
 
 def _unmergeable(directory: Path, name: str) -> UserError:
@@ -180,7 +191,10 @@ def _open_base(base: Path, config: PreTrainedConfig) -> Callable[[str], Tensor]:
     Files from elsewhere may have other names; then the model is loaded whole.
     """
     stored = tensors.of_model(base)
-    if _fits(stored, _tensors(on_meta(config))):
+    own = _tensors(on_meta(config))
+    if scorer.is_scorer(config):
+        own.pop(f"{scorer.SCORE}.weight")  # the adapter has it
+    if _fits(stored, own):
         return stored.read
     values = _tensors(build.build(config, ModelConfig(), Base(str(base), None, None)))
     return lambda name: values[name].detach().clone()

@@ -44,10 +44,14 @@ _BOUNDS = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Mean nats a token of the run's model and of the export, on the same blocks."""
+    """What the run's model and the export compute of the same blocks.
+
+    measure: loss, in nats a token; or score, the mean of the blocks' by a model that scores
+    """
 
     run: float
     export: float
+    measure: str = "loss"
 
 
 def compare(target: Target, exported: Path, dtype: str) -> Losses:
@@ -75,10 +79,11 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunError(f"the export cannot be loaded again: {said}", 1, remedy)
     run, export = json.loads(done.stdout.splitlines()[-1])
+    measure = "score" if target.preference.scores else "loss"
     if not abs(run - export) <= _BOUNDS[dtype]:
-        text = f"the export computes another loss than the run's model: {export} instead of {run}"
+        text = f"the export computes another {measure} than the run's: {export} instead of {run}"
         raise RunError(text, 1, remedy)
-    return Losses(run, export)
+    return Losses(run, export, measure)
 
 
 def _blocks(target: Target) -> JsonObject:
@@ -104,16 +109,23 @@ def main() -> None:
 
 
 def _loss(directory: Path, asked: JsonObject) -> float:
-    """Return the mean loss of a model on the blocks, in nats. It is gone from memory then."""
+    """Return the mean loss of a model on the blocks, in nats, or its mean score of them.
+
+    The model is gone from memory then.
+    """
     import torch
     from torch.nn import functional as F
 
+    from llmtrain.model.scorer import is_scorer
     from llmtrain.types import NOT_TRAINED
 
     model, total, count = _load(directory, asked["state"]), 0.0, 0
     with torch.no_grad():
         for row, targets in zip(asked["ids"], asked["labels"], strict=True):
             logits = model(torch.tensor([row]), use_cache=False).logits[0]
+            if is_scorer(model.config):
+                total, count = total + float(logits), count + 1
+                continue
             wanted = torch.tensor(targets)
             loss = F.cross_entropy(logits, wanted, ignore_index=NOT_TRAINED, reduction="sum")
             total += float(loss)
@@ -129,11 +141,15 @@ def _load(directory: Path, state: JsonObject) -> PreTrainedModel:
         from llmtrain.tools.use.target import Target
 
         return open_model(Target(str(directory), directory, None, state)).model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(
+    from llmtrain.model.scorer import auto_class
+
+    made = auto_class(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+    model: PreTrainedModel = made.from_pretrained(
         directory, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    )
+    return model.eval()
 
 
 if __name__ == "__main__":
