@@ -227,8 +227,8 @@ class LossModule(nn.Module):
         # the tuple keeps torch from registering it twice.
         self._projection = (model.get_output_embeddings(),)
         self._scores = is_scorer(model.config)
-        if self._scores:
-            widen(score_layer(model))
+        if (layer := score_layer(model)) is not None:
+            widen(layer)
         self._pass_on: PassOn = _nothing
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
@@ -370,6 +370,7 @@ class LossModule(nn.Module):
         The loss of a router counts once a trained token, or once a pair.
         """
         flat, targets = output.logits.float().flatten(0, 1), labels.flatten()
+        routed = output.aux_loss if self.training and self.has_router_loss else None
         whole = not each and pairs is None
         reduction = "sum" if whole else "none"
         loss = F.cross_entropy(flat, targets, ignore_index=NOT_TRAINED, reduction=reduction)
@@ -378,19 +379,19 @@ class LossModule(nn.Module):
                 trained = known["trained"]
                 loss = loss[targets != NOT_TRAINED if trained is None else trained]
             found = self._of_pairs(-loss, each, pairs)
-            return self._with_router(found, output, len(pairs.sizes))
+            return self._with_router(found, routed, len(pairs.sizes))
         if each:
             return loss.view(labels.shape)
         if self._z_loss:
             added = self._z_loss * (flat.logsumexp(-1).square() * (targets != NOT_TRAINED)).sum()
             loss = loss + (added - added.detach())
-        return self._with_router(loss, output, (targets != NOT_TRAINED).sum())
+        return self._with_router(loss, routed, (targets != NOT_TRAINED).sum())
 
-    def _with_router(self, loss: Tensor, output: Any, count: Any) -> Tensor:
-        """Return a loss with the gradient of the router's, if it is trained. count: its factor"""
-        if self.training and self.has_router_loss:
+    def _with_router(self, loss: Tensor, routed: Tensor | None, count: Tensor | int) -> Tensor:
+        """Return a loss with the gradient of the router's, if that is trained. count: its factor"""
+        if routed is not None:
             share = self.model.config.get_text_config().router_aux_loss_coef
-            added = share * output.aux_loss * count
+            added = share * routed * count
             self.router_loss = added.detach().float()
             loss = loss + (added - added.detach())
         return loss

@@ -62,15 +62,15 @@ def make_scorer(config: PreTrainedConfig, end: int | None, pad: int | None) -> N
     config.get_text_config().pad_token_id = None if pad == end else pad
 
 
-def score_layer(model: nn.Module) -> nn.Linear | None:
+def score_layer(model: PreTrainedModel) -> nn.Linear | None:
     """Return the layer that makes the score, the trained one beside adapters; None = no scorer."""
-    layer: Any = getattr(model, SCORE, None)
+    layer: Any = getattr(model, SCORE, None) if is_scorer(model.config) else None
     if hasattr(layer, "modules_to_save"):  # peft keeps the untrained one too
         (layer,) = layer.modules_to_save.values()
     return layer if isinstance(layer, nn.Linear) else None
 
 
-def widen(layer: Any) -> None:
+def widen(layer: nn.Linear) -> None:
     """Let the layer of the score compute in at least fp32, whatever the rest of the model does.
 
     Its forward is replaced, for it is there that ZeRO-3 has its weight.
@@ -82,7 +82,7 @@ def widen(layer: Any) -> None:
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(wide), layer.weight.to(wide), bias)
 
-    layer.forward = forward
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def outputs(model: PreTrainedModel, ids: Tensor, **keywords: Any) -> Tensor:
