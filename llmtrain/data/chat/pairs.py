@@ -189,7 +189,7 @@ def _messages(row: JsonMapping, name: str) -> list[object]:
 def _shared(conversations: Sequence[Sequence[object]]) -> tuple[object, Sequence[object]]:
     """Return the messages with which both conversations begin, and what follows in each."""
     chosen, rejected = conversations
-    one, other = without_none([*chosen]), without_none([*rejected])
+    one, other = ([*map(without_none, messages)] for messages in (chosen, rejected))
     shared = sum(1 for _ in takewhile(bool, map(eq, one, other)))
     if shared == min(len(one), len(other)):
         both = "equal" if len(one) == len(other) else "the beginning of one another"

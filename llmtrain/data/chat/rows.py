@@ -577,7 +577,7 @@ def _load(text: str) -> Any:
     return value
 
 
-def without_none(value: object) -> Any:
+def without_none(value: object) -> object:
     """Return a value without the fields that are None, at any depth."""
     if isinstance(value, Mapping):
         return {k: without_none(one) for k, one in value.items() if one is not None}

@@ -237,10 +237,10 @@ def _reason(error: skipped.UnreadableError) -> str:
     return f"{error.problems[0].value}; expected: {error.problems[0].expected}"
 
 
-_ROWS: Mapping[Answers | None, str] = {
-    None: "a conversation",
-    "pairs": "a pair of answers",
-    "feedback": "a judged answer",
+_WANTED: Mapping[Answers | None, str] = {
+    None: "a conversation that can be trained on",
+    "pairs": "a pair of answers that can be trained on",
+    "feedback": "a judged answer that can be trained on",
 }
 OF_THE_SOURCE = ("judgement", "mask")  # bad rows that say what the whole source is
 DESCRIBING = ("title", "url")
@@ -286,7 +286,7 @@ def row_order(manifest: DataManifest, k: int, u: int, epoch: int, rows: int) -> 
 def bad_row(source: Source, u: int, row: int, reader: Reader, why: BadRowError) -> Problem:
     """Return the problem of a row of unit u that cannot be used. row: in file order"""
     where = source.where(source.units[u].file)
-    expected = f"{_ROWS[answers_of(source.form)]} that can be trained on: {why}"
+    expected = f"{_WANTED[answers_of(source.form)]}: {why}"
     remedy = "repair or remove the row, or chat.bad_rows=skip"
     if why.key in OF_THE_SOURCE:
         remedy = "repair the rows, they are not of the kind that is trained on"

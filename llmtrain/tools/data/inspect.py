@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Answers, Config
 from llmtrain.data.audit.count import Counted, count_documents, epoch
@@ -279,15 +277,17 @@ def _pairs(found: Sequence[Counted], answers: Answers | None, in_block: float) -
     """Return the facts of pairs, or judged answers. in_block: their mean number in a block"""
     if answers is None:
         return None
+    judges = answers == "feedback"
     counts: Counter[str] = Counter()
     for one in found:
         counts.update(one.chat)
-    columns = np.array([lengths for one in found for lengths in one.answers], np.int64)
-    columns = columns.reshape(-1, 2 if answers == "feedback" else 3)
-    prompt, *each = (_tokens(column) for column in columns.T)
-    judged = (counts["desirable"], counts["undesirable"]) if answers == "feedback" else ()
+    rows = [lengths for one in found for lengths in one.answers]
+    prompt, *each = (
+        _tokens(sorted(lengths[n] for lengths in rows)) for n in range(2 if judges else 3)
+    )
+    judged = (counts["desirable"], counts["undesirable"]) if judges else ()
     return PairFacts(
-        len(columns),
+        len(rows),
         prompt,
         tuple(each),
         counts["too_long"],
@@ -298,10 +298,12 @@ def _pairs(found: Sequence[Counted], answers: Answers | None, in_block: float) -
     )
 
 
-def _tokens(lengths: np.ndarray) -> Tokens:
-    if not len(lengths):
+def _tokens(lengths: Sequence[int]) -> Tokens:
+    """Return figures of sorted lengths."""
+    last = len(lengths) - 1
+    if last < 0:
         return Tokens(0, 0, 0)
-    return Tokens(*np.quantile(lengths, (0.5, 0.9, 1.0), method="lower").tolist())
+    return Tokens(lengths[last // 2], lengths[int(0.9 * last)], lengths[last])
 
 
 def _pack(

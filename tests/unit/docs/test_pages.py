@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,6 +25,7 @@ from llmtrain.config.schema import Config
 from llmtrain.config.suggestions import foreign, guess
 from llmtrain.data.audit.first_rows import check_first_rows, count_unread
 from llmtrain.data.chat.chat import Chat
+from llmtrain.data.chat.rows import NEEDED, PAIR_FORMS
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.heldout import training_texts
 from llmtrain.data.survey import survey
@@ -344,7 +346,11 @@ ROWS_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "rows.md"
 LETTERS = {
     "U": '{"role": "user", "content": "Hi?"}',
     "A": '{"role": "assistant", "content": "Yes."}',
+    "B": '{"role": "assistant", "content": "No."}',
 }
+# Beginnings of what becomes of a row → the loss of the run that reads it.
+LOSSES = {"chosen: ": "dpo", "desirable: ": "kto", "undesirable: ": "kto"}
+LOSSES |= {"refused by dpo: ": "dpo", "refused by kto: ": "kto"}
 ROWS = re.findall(r"^\| `(\{.*\})` \| (.*) \|$", ROWS_PAGE.read_text("utf-8"), re.MULTILINE)
 # As chatml, but with the names of the functions that are called.
 TEMPLATE = (
@@ -366,6 +372,8 @@ def test_each_form_and_key_stands_on_the_page():
     text = ROWS_PAGE.read_text("utf-8")
     for name in ("weight", "train", "history", "system", "function_call", "functions", "kto_tag"):
         assert f'"{name}"' in text
+    for form in PAIR_FORMS:
+        assert all(f'"{name}"' in text for name in NEEDED[form])
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
@@ -378,8 +386,10 @@ def test_a_row_becomes_what_the_page_says(tmp_path, tokenizer, row, told, suffix
         corpus.write_parquet(path, [json.loads(row)])
     else:
         path.write_text(f"[{row}]" if suffix == "json" else f"{row}\n")
+    loss = next((of for key, of in LOSSES.items() if told.startswith(key)), "none")
     config = Config.model_validate({
         "data": {"sources": [{"path": str(path)}], "seq_len": 512, "heldout": 0.0},
+        "preference": {"loss": loss},
         "training": {"steps": 1},
     })  # fmt: skip
     chat = Chat(tokenizer, settings_of(config.chat, chats.DEFAULTS.date), 512)
@@ -401,7 +411,10 @@ def test_a_row_becomes_what_the_page_says(tmp_path, tokenizer, row, told, suffix
     (text,) = training_texts(source, 0, 42, reader)
     (encoded,) = encoder.documents(source, [text])
     said = []
-    for begin, end in zip(encoded.cuts, encoded.cuts[1:], strict=False):
+    if config.preference.loss == "kto":
+        assert encoded.desirable is told.startswith("desirable")
+    edges = (0, encoded.second, len(encoded.ids)) if encoded.second else encoded.cuts
+    for begin, end in pairwise(edges):
         ids, flags = encoded.ids[begin:end].tolist(), encoded.trained[begin:end].tolist()
         said += [chats.plain(tokenizer).decode(one, False) for _, one in chats.spans(ids, flags)]
     said = [re.sub(r"<\|(im_end|endoftext)\|>$", "", one) for one in said]
