@@ -70,11 +70,6 @@ class Batch:
     real_tokens: int = 0
     pairs: Pairs | None = None
 
-    @property
-    def counted(self) -> int:
-        """What divides this rank's part of the loss: the number of pairs, else trained tokens."""
-        return self.trained_tokens if self.pairs is None else len(self.pairs.rows)
-
 
 class MicroBatch(TypedDict, total=False):
     """The keywords of `LossModule.forward`, which says what each of them is."""

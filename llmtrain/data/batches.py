@@ -47,7 +47,7 @@ def batch_of(
     # How many positions are not padding.
     lengths = (sum(span.stop - span.start for span in block.spans) for block in blocks)
     real = labels.size if whole else sum(min(manifest.seq_len, length) for length in lengths)
-    answers = manifest.answers
+    answers = manifest.answers if manifest.chat else None
     judged = [block.pairs for block in blocks] if answers == "feedback" else None
     return Batch(
         ids=ids,

@@ -48,7 +48,7 @@ def evaluate(run: Run) -> Evaluation | None:
     """
     heldout, seq_len = run.data.heldout, run.config.data.seq_len
     assert heldout is not None, "due.evaluation is false where nothing is held out"
-    if run.data.manifest.answers:
+    if run.answers:
         return _evaluate_pairs(run, heldout)
     start = time.perf_counter()
     ranks, layout, size = run.ranks, run.layout, run.built.micro_batch_size

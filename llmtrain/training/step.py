@@ -26,7 +26,7 @@ from llmtrain.model.attention import (
     on_device,
     padding_tensors,
 )
-from llmtrain.pairs import PAIR_SLOTS, Pairs
+from llmtrain.pairs import PAIR_SLOTS, Pairs, PairTensors
 from llmtrain.training.pairs import in_halves, measure_divergence, pair_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
@@ -78,7 +78,7 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     losses: list[Tensor] = []  # each () fp32, summed over trained tokens; with pairs (1 + K,) fp64
     routers: list[Tensor] = []  # the same of the router's loss, if the model has one
     forwards, driver = micro_batches(run, batch), run.engine  # device tensors, each (B, T)
-    if run.data.manifest.answers == "feedback":
+    if run.answers == "feedback":
         measure_divergence(run, forwards)
     for loss in driver.forward_backward(forwards, scale):
         losses.append(loss)
@@ -99,7 +99,8 @@ def gradient_scale(run: Run, batch: Batch) -> Tensor:
     In a run on pairs it is divided by these. What divides is added up over the ranks only where
     these may have different numbers of it.
     """
-    layout, own = run.layout, batch.counted
+    layout = run.layout
+    own = batch.trained_tokens if batch.pairs is None else len(batch.pairs.rows)
     ranks = layout.replicas
     if layout.data_size == 1 or run.data.manifest.always_full:
         return _scale(ranks, max(layout.data_size * own, 1), run.device)
@@ -118,45 +119,36 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
 
     Where processes share each row, they are those of this process's positions.
     """
-    ids = on_device(run.device, batch.ids[:, :-1].astype(np.int64))
+    device = run.device
+    ids = on_device(device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
     pairs = batch.pairs
-    if pairs is None and run.data.manifest.answers:  # the data of this rank failed
+    if pairs is None and run.answers:  # the data of this rank failed
         pairs = NO_PAIRS
-    rows = []
-    for part in parts:
-        own = None if pairs is None else pairs.of_blocks(part.start, part.stop)
-        if run.data.manifest.packing == "single":
-            rows.append(_padded(run, ids[part], batch.labels[part], own))
-        else:
-            starts = None if batch.starts is None else batch.starts[part]
-            rows.append(_packed(run, ids[part], batch.labels[part], starts, own, whole=whole))
-    return rows
+    if run.data.manifest.packing == "single":
+        return [_padded(run, ids[part], batch.labels[part], pairs, part) for part in parts]
+    layout, labels = run.layout, batch.labels
+    if shared := layout.sequence_size > 1:
+        own = layout.positions(labels.shape[1])
+        ids, labels = ids[:, own], labels[:, own]
+    rows: list[MicroBatch] = [
+        {"input_ids": ids[part]} | target_keywords(labels[part], device, whole=whole)
+        for part in parts
+    ]
+    if batch.starts is not None:  # else documents may attend to each other
+        rows = [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
+    if pairs is not None:
+        place = own if shared else slice(None)
+        for row, part in zip(rows, parts, strict=True):
+            row["pairs"] = pairs_of(run, pairs, part, batch.labels[part], place)
+    return [in_parts(row, own) for row in rows] if shared else rows
 
 
-def _packed(
-    run: Run,
-    ids: Tensor,
-    labels: np.ndarray,
-    starts: Sequence[np.ndarray] | None,
-    pairs: Pairs | None,
-    *,
-    whole: bool,
+def _padded(
+    run: Run, ids: Tensor, labels: np.ndarray, pairs: Pairs | None, part: slice
 ) -> MicroBatch:
-    """Return the keywords of a micro-batch whose rows are blocks. whole: as `target_keywords`"""
-    shared = run.layout.sequence_size > 1
-    own = run.layout.positions(labels.shape[1]) if shared else slice(None)
-    row: MicroBatch = {"input_ids": ids[:, own]}
-    row |= target_keywords(labels[:, own], run.device, whole=whole)
-    if starts is not None:  # else documents may attend to each other
-        row |= hide(run, starts)
-    row |= pairs_of(run, pairs, labels, own)
-    return in_parts(row, own) if shared else row
-
-
-def _padded(run: Run, ids: Tensor, labels: np.ndarray, pairs: Pairs | None) -> MicroBatch:
     """Return the keywords of a micro-batch with a document a row, cut behind the longest."""
     if pairs is not None:
         ids, labels = in_halves(ids), in_halves(labels)
@@ -164,22 +156,22 @@ def _padded(run: Run, ids: Tensor, labels: np.ndarray, pairs: Pairs | None) -> M
     labels, own = labels[:, :width], run.layout.positions(width)
     targets = target_keywords(labels[:, own], run.device, whole=False)
     row = {"input_ids": ids[:, own]} | targets | padding_keywords(run, labels)
-    row |= pairs_of(run, pairs, labels, own)
+    if pairs is not None:
+        row["pairs"] = pairs_of(run, pairs, part, labels, own)
     return row if run.layout.sequence_size == 1 else in_parts(row, own)
 
 
-def pairs_of(run: Run, pairs: Pairs | None, labels: np.ndarray, own: slice) -> MicroBatch:
-    """Return the keyword of the pairs in some rows; none in a run without pairs.
+def pairs_of(run: Run, pairs: Pairs, part: slice, labels: np.ndarray, own: slice) -> PairTensors:
+    """Return what the loss of the pairs in some blocks is computed from.
 
+    part: numbers of the blocks
     labels, own: as `pair_tensors` takes them
     """
-    if pairs is None:
-        return {}
+    theirs = pairs.of_blocks(part.start, part.stop)
     column, asked = run.reference, run.config.preference
-    known = np.zeros((len(pairs.keys), 2)) if column is None else column.of(pairs.keys)
-    halves = run.data.manifest.packing == "single"
-    how = (pairs, labels, own, known, asked, run.device)
-    return {"pairs": pair_tensors(*how, halves=halves)}
+    known = np.zeros((len(theirs.keys), 2)) if column is None else column.of(theirs.keys)
+    how = (theirs, labels, own, known, asked, run.device)
+    return pair_tensors(*how, halves=run.data.manifest.packing == "single")
 
 
 def shown(run: Run, labels: np.ndarray) -> int:
@@ -249,14 +241,16 @@ def step_vector(
         `PAIR_SLOTS` behind the loss
     routers: of the micro-batches, () fp32 each; none without a router loss
     """
-    layout, pairs = run.layout, run.data.manifest.answers is not None
+    layout, pairs = run.layout, run.answers is not None
     others = min(len(routers), 1) + pairs * len(PAIR_SLOTS)
-    if not (layout.tells_pairs if pairs else layout.tells_loss):
+    if not layout.tells_loss or (pairs and layout.sequence_rank):  # whose pairs are another's too
         losses, routers = (), [torch.zeros_like(router) for router in routers]
-    sums = torch.zeros(pairs * len(PAIR_SLOTS), dtype=torch.float64, device=run.device)
+    sums: list[Tensor] = []  # of the pairs, if there are any
     if pairs and losses:
         every = torch.stack(list(losses))
-        losses, sums = every[:, 0].unbind(), every[:, 1:].sum(0)
+        losses, sums = every[:, 0].unbind(), [every[:, 1:].sum(0)]
+    elif pairs:
+        sums = [torch.zeros(len(PAIR_SLOTS), dtype=torch.float64, device=run.device)]
     squares = run.engine.squares()
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
@@ -265,7 +259,9 @@ def step_vector(
     if not engine.is_asynchronous(run.device):
         loss_sum, own = sum(loss.item() for loss in losses), squares.item()
         bad = not math.isfinite(loss_sum + own)
-        numbers = [loss_sum, own, bad, *said, *sums.tolist()]
+        numbers = [loss_sum, own, bad, *said]
+        if sums:
+            numbers += sums[0].tolist()
         if routers:
             numbers.append(sum(router.item() for router in routers))
         return StepVector(torch.tensor(numbers, dtype=torch.float64), others)
@@ -274,7 +270,7 @@ def step_vector(
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
     added = [_total(routers)[None]] if routers else []
     host = on_device(run.device, np.array(said))
-    return StepVector(torch.cat([device, host, sums, *added]), others)
+    return StepVector(torch.cat([device, host, *sums, *added]), others)
 
 
 def _total(losses: Sequence[Tensor]) -> Tensor:

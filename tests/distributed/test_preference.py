@@ -70,24 +70,35 @@ def test_the_first_step_has_a_margin_of_exactly_zero(straight):
 
 
 STARTS = {
-    "ddp on 2": (2, "ddp"),
-    "ddp on 3": (3, "ddp"),
-    "fsdp2 on 2": (2, "fsdp2"),
-    "zero2 on 2": (2, "zero2"),
-    "zero3 on 2": (2, "zero3"),
+    "ddp on 2": (2, {"strategy": "ddp"}),
+    "ddp on 3": (3, {"strategy": "ddp"}),
+    "fsdp2 on 2": (2, {"strategy": "fsdp2"}),
+    "zero2 on 2": (2, {"strategy": "zero2"}),
+    "zero3 on 2": (2, {"strategy": "zero3"}),
+}
+CUTS = {
+    "matrices": (2, {"tensor_parallel": 2}),
+    "blocks": (2, {"pipeline_parallel": 2}),
+    "rows": (2, {"sequence_parallel": 2}),
+    "matrices beside fsdp2": (4, {"tensor_parallel": 2, "strategy": "fsdp2"}),
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_each_number_of_processes_and_strategy_sees_the_same(
+@pytest.mark.parametrize("start", [*STARTS, *CUTS])
+def test_each_strategy_and_number_of_processes_sees_the_same(
     server, straight, tmp_path, kind, start
 ):
-    world_size, strategy = STARTS[start]
+    world_size, keys = (STARTS | CUTS)[start]
     shutil.copytree(straight / "base", tmp_path / "base")
     config = made(tmp_path, kind)
-    config["distributed"] = {"strategy": strategy}
+    config["distributed"] = keys
+    if kind == "lora" and "tensor_parallel" in keys:
+        trained(server, tmp_path, config, world_size, code=2)
+        assert "adapter.kind" in said(tmp_path)
+        return
     found = trained(server, tmp_path, config, world_size)
     check_equal(found, lines(straight / "run", "train"))
+    assert found[0]["margin"] == 0.0
     expected = lines(straight / "run", "eval")
     for one, other in zip(lines(tmp_path / "run", "eval"), expected, strict=True):
         for key in (*SEEN, "pairs"):
@@ -161,14 +172,17 @@ LOSSES = {
     "simpo": {"beta": 2.0, "gamma": 0.5},
     "cpo": {"sft_weight": 1.0},
 }
+ALONE = {"data__packing": "single", "data__seq_len": 192}  # a pair a block, in two padded rows
 
 
 def test_each_loss_is_that_of_a_plain_program_in_double_precision(server, tmp_path):
     rows = preferred.strings(40)
-    for loss, keys in LOSSES.items():
-        folder = tmp_path / loss
+    packings = [{"data__seq_len": 96}] * len(LOSSES)
+    cases = [*zip(LOSSES.items(), packings, strict=True), (("ipo", {}), ALONE)]
+    for number, ((loss, keys), packing) in enumerate(cases):
+        folder = tmp_path / str(number)
         asked = {f"preference__{key}": value for key, value in keys.items()}
-        config = preferred.config_of(folder, rows, loss, data__seq_len=96, **asked)
+        config = preferred.config_of(folder, rows, loss, **packing, **asked)
         del config["chat"]
         found = trained(server, folder, config)
         order = preferred.order_of(folder / "run", STEPS)
@@ -304,3 +318,19 @@ def test_the_record_of_a_run_on_pairs_is_json_with_its_figures(straight):
         (straight / "run" / "checkpoints" / f"step-{STEPS:08d}" / "trainer_state.json").read_text()
     )
     assert state["reference"] == column.digest
+
+
+RARE = {"zero1 on 2": (2, {"strategy": "zero1"})}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [*STARTS, *RARE])
+def test_twenty_steps_are_the_same_within_rounding(server, tmp_path, kind, start):
+    world_size, keys = {**STARTS, **RARE}[start]
+    size = {"training__steps": 20, "training__global_batch_size": 12}
+    for name, count in (("one", 1), ("other", world_size)):
+        config = made(tmp_path / name, kind, **size)
+        config["distributed"] = keys if count > 1 else {"strategy": "ddp"}
+        trained(server, tmp_path / name, config, count)
+    one, other = (lines(tmp_path / name / "run", "train") for name in ("one", "other"))
+    check_equal(other, one, within=1e-5)

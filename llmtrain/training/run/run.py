@@ -21,7 +21,7 @@ from llmtrain.checkpoint.format import Extents
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.checkpoint.write import OpenSave
 from llmtrain.config.binding import Bound
-from llmtrain.config.schema import CheckpointConfig, Config
+from llmtrain.config.schema import Answers, CheckpointConfig, Config
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState
@@ -212,6 +212,7 @@ class Run:
     found: the checkpoint that it resumes from, None in a new run
     first_step: number of steps that were finished when it began
     built: the model
+    answers: what its sources have, if it trains on pairs; None = it does not
     feed: the state on the host that each step changes, such as the number of finished steps
     checkpoints: how it saves, and the checkpoint in flight
     reference: what its pairs of answers were worth to the weights that it began with; None = it has
@@ -224,6 +225,7 @@ class Run:
     processes: Processes
     data: DataSide
     built: ModelSide
+    answers: Answers | None
     feed: Feed
     meter: Meter
     journal: Journal

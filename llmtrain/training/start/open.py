@@ -180,6 +180,7 @@ def _assemble(
         processes=processes,
         data=data,
         built=model,
+        answers=manifest.answers,
         feed=Feed(data.stream, first, rows, config.data.seq_len),
         meter=Meter(
             *(launched.device, manifest.labels),

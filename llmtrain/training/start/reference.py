@@ -259,7 +259,7 @@ class _Pass:
                     if all(one.epoch >= end for one, end in zip(cursors, ends[lane], strict=True)):
                         left.discard(lane)
                 more = left and not batch.ended
-                if manifest.answers == "pairs" and not run.ranks.highest(int(bool(more))):
+                if run.answers == "pairs" and not run.ranks.highest(int(bool(more))):
                     return _EVERYTHING
         return run.steps
 
