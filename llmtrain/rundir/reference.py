@@ -28,6 +28,7 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.types import JsonMapping, JsonObject
 
 KEY = "preference.reference"
+BEHIND = 1 << 62  # numbers of held-out blocks are behind those of all others
 _META = "reference"
 
 
@@ -66,6 +67,12 @@ class Column:
         hashed.update(self.values.astype("<f8").tobytes())
         hashed.update(self.blocks.astype("<i8").tobytes())
         return hashed.hexdigest()
+
+    @property
+    def pairs_a_block(self) -> float:
+        """How many pairs a block of the training data had, on average, where they were scored."""
+        blocks = self.blocks[self.blocks < BEHIND]
+        return len(blocks) / (int(blocks.max()) + 1) if len(blocks) else 0.0
 
     def to_json(self) -> JsonObject:
         """Return the field of a `start` line that tells of it."""

@@ -41,6 +41,7 @@ def run_of(
         engine=launched.engine,
         model=prepared,
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
+        answers=None,
         data=SimpleNamespace(manifest=manifest),
         built=SimpleNamespace(
             bare=bare,

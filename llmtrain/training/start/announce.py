@@ -162,6 +162,8 @@ def _summary(run: Run, trainable: int) -> list[str]:
     for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
         why = why.removeprefix(elsewhere)
     plan, device_bytes = run.processes.planned.memory, run.processes.planned.hardware.device_bytes
+    column, size = run.reference, training.global_batch_size
+    pairs = f" ≈ {column.pairs_a_block * size:.1f} pairs" if column else ""
     memory = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     memory += f" of {device_bytes / 2**30:.1f} GiB"
     recompute = run.processes.planned.layout.activation_checkpointing
@@ -172,7 +174,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
         f"threads   {threads.count} a process ({threads.why})",
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
         f"strategy  {place}: {why}",
-        f"batch     {training.global_batch_size} blocks = {rows}, of {manifest.seq_len} tokens",
+        f"batch     {size} blocks{pairs} = {rows}, of {manifest.seq_len} tokens",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"memory    {memory} planned, activation checkpointing: {recompute}",
     ]

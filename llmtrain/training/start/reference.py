@@ -45,7 +45,6 @@ _log = logging.getLogger(__name__)
 
 _PART_SECONDS = 60.0  # of work that a killed process loses at most
 _EVERYTHING = "all"
-_BEHIND = 1 << 62  # numbers of held-out blocks are behind those of all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +251,8 @@ class _Pass:
         with closing(stream):
             for number in range(run.first_step + 1, run.steps + 1):
                 faults.hit("reference.step", step=number)
-                system.beat("a step of the reference", number, run.steps)
                 batch = agreed(run.ranks, lambda: next(stream))
+                system.beat("a step of the reference", number, run.steps)
                 self._score(batch)
                 for lane, cursors in batch.cursors.items():
                     if all(one.epoch >= end for one, end in zip(cursors, ends[lane], strict=True)):
@@ -267,7 +266,7 @@ class _Pass:
         """Score the held-out pairs."""
         if self.run.data.heldout is not None:
             for _, batch in heldout_rounds(self.run):
-                self._score(batch, _BEHIND)
+                self._score(batch, reference.BEHIND)
 
     def _score(self, batch: Batch, offset: int = 0) -> None:
         """Score the pairs of a batch if a rank has new ones among its own. Collective.
