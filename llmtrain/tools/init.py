@@ -22,7 +22,8 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config, ModelConfig, SourceConfig
+from llmtrain.config.schema import Answers, Config, ModelConfig, SourceConfig
+from llmtrain.data.chat.rows import PreferenceDataError, answers_of
 from llmtrain.data.chat.template import NAMED
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.file_parts import cut, first_columns, inspect
@@ -72,6 +73,9 @@ _SIZES = (
 _NEW = ((100e6, 6e-4), (20e6, 1e-3), (0, 3e-3))
 _WHOLE = ((1e9, 1e-5), (50e6, 5e-5), (0, 5e-4))
 _ADAPTERS = ((200e6, 2e-4), (0, 2e-3))
+# The same where answers are compared.
+_WHOLE_ANSWERS = ((1e9, 5e-7), (50e6, 2e-6), (0, 2e-5))
+_ADAPTER_ANSWERS = ((200e6, 5e-6), (0, 5e-5))
 T = TypeVar("T")
 Comments = dict[str, str]
 
@@ -82,11 +86,13 @@ class _SourceKind:
 
     sources: of the config
     chat: whether any of them has conversations
+    answers: pairs, or feedback, where that is what they all have
     bytes: of their files, about
     """
 
     sources: list[JsonObject]
     chat: bool
+    answers: Answers | None
     bytes: int
 
 
@@ -113,8 +119,8 @@ def write_config(
     asked = ModelConfig.model_validate({"from": base})
     known = None if base is None else find_base(asked)
     reader = Reader(Reading(_PATIENCE_SECONDS))
-    sources, chats, sizes = zip(*(_source(one, reader) for one in data), strict=True)
-    kind = _SourceKind([*sources], any(chats), sum(sizes))
+    sources, forms, sizes = zip(*(_source(one, reader) for one in data), strict=True)
+    kind = _SourceKind([*sources], any(forms), _answers(data, forms, base), sum(sizes))
     tree = _draft(kind, base, known, _run_dir(path.stem))
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         draft = Path(folder) / "draft.yaml"
@@ -174,8 +180,33 @@ def _run_dir(name: str) -> str:
     return next(f"runs/{name}{n}" for n in numbers if not Path(f"runs/{name}{n}").exists())
 
 
-def _source(path: str, reader: Reader) -> tuple[JsonObject, bool, int]:
-    """Return a source of the config, whether it has conversations, and the bytes of its files."""
+def _answers(data: Sequence[str], forms: Sequence[str | None], base: str | None) -> Answers | None:
+    """Return what answers the sources have. Raises UserError for a mixture, or without a base."""
+    kinds = {answers_of(form) for form in forms}
+    (answers, *others) = kinds
+    if others:
+        expected = "one kind of rows: pairs of answers, judged answers, or conversations and texts"
+        raise UserError(Problem(_KEY, ", ".join(data), expected, "a config for each kind"))
+    if answers is not None and base is None:
+        expected = "a base: which answers are better is learned by a model that answers already"
+        raise UserError(Problem("--from", None, expected, "--from RUN, a directory or a Hub id"))
+    return answers
+
+
+def _form(source: Source, reader: Reader) -> str | None:
+    """Return the form of a source, which may be one of pairs or of feedback."""
+    try:
+        return with_form(source, _KEY, reader).form
+    except PreferenceDataError:
+        kinds: tuple[Answers, ...] = ("pairs", "feedback")
+        for answers in kinds:
+            if form := with_form(source, _KEY, reader, answers).form:
+                return form
+        raise
+
+
+def _source(path: str, reader: Reader) -> tuple[JsonObject, str | None, int]:
+    """Return a source of the config, its form if it has one, and the bytes of its files."""
     described: JsonObject = {"path": path}
     try:
         resolved = resolve(SourceConfig(path=path), _KEY)
@@ -200,18 +231,18 @@ def _source(path: str, reader: Reader) -> tuple[JsonObject, bool, int]:
     )
     size = sum(file.size for file in source.files)
     if source.cached:
-        return described, False, size
+        return described, None, size
     kinds = [(file_format(file.name) or ("",))[0] for file in source.files]
     if all(kind in ("text", "") for kind in kinds):
         if len(kinds) > 1:
             described["document"] = "file"
-        return described, False, size
-    if with_form(source, _KEY, reader).form is not None:
-        return described, True, size
+        return described, None, size
+    if (form := _form(source, reader)) is not None:
+        return described, form, size
     columns = first_columns(source, _KEY, reader)
     if columns and "text" not in columns:
         described["text_column"] = _text_column(source, columns, reader)
-    return described, False, size
+    return described, None, size
 
 
 def _text_column(source: Source, columns: Sequence[str], reader: Reader) -> str:
@@ -260,7 +291,9 @@ def _draft(kind: _SourceKind, asked: str | None, base: Base | None, run_dir: str
     tree["data"] = {"sources": kind.sources, "seq_len": longest}
     if kind.chat:
         tree["chat"] = {"template": template} if template else {}
-        tree["chat"]["too_long"] = "split"
+        tree["chat"]["too_long"] = "drop" if kind.answers else "split"
+    if kind.answers:
+        tree["preference"] = {"loss": "kto" if kind.answers == "feedback" else "dpo"}
     tree["training"] = {"epochs": 1, "global_batch_size": 1}
     return tree
 
@@ -303,9 +336,12 @@ def _fit(tree: JsonObject, found: Inspection, kind: _SourceKind, *, new: bool) -
     data, training = tree["data"], tree["training"]
     greatest = data["seq_len"]
     longest = found.lengths[-1].most if found.lengths else greatest
+    if kind.answers == "feedback":
+        longest *= 2  # an answer of another row has the other half of a block
     if kind.chat:
         data["seq_len"] = min(greatest, max(_SHORTEST, 1 << (longest - 1).bit_length()))
-        said = f"tokens of a block; the longest document seen has at most {longest:,}"
+        what = "pair" if kind.answers else "document"
+        said = f"tokens of a block; the longest {what} seen has at most {longest:,}"
     else:
         data["seq_len"] = min(greatest, _OF_TEXT)
         said = "tokens of a block"
@@ -317,7 +353,7 @@ def _fit(tree: JsonObject, found: Inspection, kind: _SourceKind, *, new: bool) -
     alone = found.packing == "single"  # then few blocks are full, whatever their length
     blocks = found.steps_per_epoch if alone else tokens / data["seq_len"]
     few = sum(one.documents for one in found.sources) < _FEW
-    epochs = _PASSES if kind.chat and few and not new else 1
+    epochs = _PASSES if kind.chat and few and not new and not kind.answers else 1
     batch = 1 << max(0, math.floor(math.log2(max(1.0, blocks * epochs / _STEPS))))
     batch = min(_BATCHES[1], max(_BATCHES[0], batch))
     needed = math.ceil(_MARGIN * FEW_STEPS * batch / blocks)
@@ -329,6 +365,9 @@ def _fit(tree: JsonObject, found: Inspection, kind: _SourceKind, *, new: bool) -
     steps = max(1, round(blocks * epochs / batch))
     comments["training.global_batch_size"] = f"blocks of a step; about {steps:,} steps in all"
     tree["optimizer"] = {"warmup_steps": 0.05}
+    if kind.answers:
+        tree["optimizer"] = {"schedule": "linear", "weight_decay": 0.0, "warmup_steps": 0.1}
+        comments["preference.loss"] = "how strongly it is held to its start: preference.beta"
     comments["optimizer.warmup_steps"] = "a share of all steps"
     tree["evaluation"] = {"every_steps": max(5, steps // 10)}
     tree["checkpoint"] = {"every_steps": max(10, steps // 5)}
@@ -362,10 +401,12 @@ def _choose_weights(tree: JsonObject, comments: Comments, loaded: Callable[[], C
     new = "from" not in tree["model"]
     found = plans.plan(loaded())
     fits = found.chosen is not None and not found.chosen.layout.strategy.endswith("_offload")
-    table: Sequence[tuple[float, float]] = _NEW if new else _WHOLE
+    answers = "preference" in tree
+    whole, adapters = (_WHOLE_ANSWERS, _ADAPTER_ANSWERS) if answers else (_WHOLE, _ADAPTERS)
+    table: Sequence[tuple[float, float]] = _NEW if new else whole
     if not fits and not new:
         tree["adapter"] = {"kind": "lora", "r": 16}
-        table, found = _ADAPTERS, plans.plan(loaded())
+        table, found = adapters, plans.plan(loaded())
         if found.chosen is None and not found.hardware.cpu:
             tree["adapter"]["kind"] = "qlora"
             found = plans.plan(loaded())
@@ -374,7 +415,7 @@ def _choose_weights(tree: JsonObject, comments: Comments, loaded: Callable[[], C
         raise does_not_fit(found.choice, found.hardware, {})
     rate = _by_size(table, found.shape.count)
     tree["optimizer"] = {"learning_rate": rate, **tree["optimizer"]}
-    of = "a new model" if new else "a base" if table is _WHOLE else "adapters"
+    of = "a new model" if new else "a base" if table is whole else "adapters"
     comments["optimizer.learning_rate"] = f"usual for {of} of {found.shape.count:,} parameters"
     tree["training"]["precision"] = "auto"
     comments["training.precision"] = f"{found.work.precision} here: {found.precision_why}"
@@ -409,7 +450,7 @@ def _flow(value: object) -> str:
     import yaml
 
     if isinstance(value, float):
-        return f"{value:g}" if value >= 1e-3 else f"{value:.1e}"
+        return f"{value:g}" if value >= 1e-3 or not value else f"{value:.1e}"
     return (
         yaml.safe_dump(
             value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True

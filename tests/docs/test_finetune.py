@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+from helpers import preferred
 from helpers.bases import ENTRIES, save_base
 from helpers.chats import rows_of
 from helpers.corpus import articles, write_jsonl, write_parquet
@@ -22,6 +23,8 @@ TRAINED = {
     "text_full": WHOLE,
     "text_lora": MATRICES,
     "chat_lora": MATRICES + 2 * HIDDEN,  # and the rows of the two tokens that chatml adds
+    "preference_full": WHOLE + 2 * HIDDEN,
+    "preference_lora": MATRICES + 2 * HIDDEN,
 }
 
 
@@ -40,8 +43,13 @@ def folder(server, tmp_path_factory):
     save_base(place / "base")
     write_parquet(place / "my.parquet", articles(200))
     write_jsonl(place / "chat.jsonl", rows_of(60))
+    write_jsonl(place / "pairs.jsonl", preferred.pairs(60))
     others = (f"model.from={place / 'base'}", *SHORTER)
-    started = [server.start([*command(name), *others], 1, place) for name in TRAINED]
+    answers = ("data.seq_len=160", "chat.template=chatml")  # the base has no template
+    started = [
+        server.start([*command(name), *others, *answers * name.startswith("pref")], 1, place)
+        for name in TRAINED
+    ]
     codes = [ranks.wait() for ranks in started]
     assert codes == [[0]] * len(TRAINED), (place / "output.txt").read_text()
     return place
@@ -60,4 +68,4 @@ def test_a_config_trains_and_saves_what_it_says(folder, name):
     assert start["trainable_parameters"] == TRAINED[name]
     saved = {path.name for path in (run_dir / "checkpoints" / "step-00000002").iterdir()}
     alone, whole = {"adapter_model.safetensors", "adapter.json"}, {"model.safetensors"}
-    assert saved & (alone | whole) == (whole if name == "text_full" else alone)
+    assert saved & (alone | whole) == (whole if name.endswith("full") else alone)

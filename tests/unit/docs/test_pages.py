@@ -37,6 +37,7 @@ ALL = ["README.md", "CONTRIBUTING.md", *pages.names()]
 BASES = (
     *("configs/quickstart.yaml", "configs/finetune/text_full.yaml"),
     *("configs/finetune/text_lora.yaml", "configs/finetune/chat_lora.yaml"),
+    *("configs/finetune/preference_lora.yaml", "configs/finetune/preference_full.yaml"),
 )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import bases, brought, chats, corpus
+from helpers import bases, brought, chats, corpus, preferred
 from transformers import AutoTokenizer
 
 from llmtrain.cli.main import main
@@ -221,3 +221,34 @@ def test_one_page_of_markdown_is_a_document(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n" + "The river flows past the hills. " * 200, encoding="utf-8")
     assert load_config(write_config([str(page)])).data.sources[0].document == "file"
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss"),
+    [
+        (preferred.pairs(60), "dpo"),
+        (preferred.strings(60), "dpo"),
+        (preferred.feedback(60), "kto"),
+    ],
+)
+def test_pairs_and_judged_answers_are_found(tmp_path, base, rows, loss):
+    path = corpus.write_jsonl(tmp_path / "rows.jsonl", rows)
+    config = load_config(write_config([str(path)], str(base)))
+    assert (config.preference.loss, config.preference.beta) == (loss, 0.1)
+    assert config.chat.too_long == "drop"
+    assert (config.optimizer.schedule, config.optimizer.weight_decay) == ("linear", 0.0)
+    found = inspect(config, blocks=0)
+    assert found.few_steps is None
+    assert sum(one.documents for one in found.sources) >= 50
+
+
+def test_answers_without_a_base_and_in_a_mixture_are_refused(tmp_path, base, capsys):
+    pairs = corpus.write_jsonl(tmp_path / "pairs.jsonl", preferred.pairs(20))
+    assert init(pairs) == 2
+    assert "expected: a base: which answers are better" in capsys.readouterr().err
+    talks = corpus.write_jsonl(tmp_path / "talks.jsonl", chats.rows_of(20))
+    judged = corpus.write_jsonl(tmp_path / "judged.jsonl", preferred.feedback(20))
+    for other in (talks, judged):
+        assert init(pairs, other, "--from", base) == 2
+        assert "expected: one kind of rows" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.yaml"))
