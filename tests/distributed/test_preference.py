@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,15 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("start", [*STARTS, *CUTS])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        pytest.param(kind, start, marks=pytest.mark.slow if sweep else ())
+        for kind, start in product(("full", "lora"), STARTS | CUTS)
+        for sweep in (kind == "lora" and start not in ("ddp on 2", "zero3 on 2", "matrices"),)
+    ],
+    indirect=["kind"],
+)
 def test_each_strategy_and_number_of_processes_sees_the_same(
     server, straight, tmp_path, kind, start
 ):
@@ -107,7 +116,18 @@ def test_each_strategy_and_number_of_processes_sees_the_same(
     assert own.of(first.keys) == pytest.approx(first.values, abs=1e-4)
 
 
-@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("full", 3),
+        ("lora", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("full", 4), ("full", 6), ("lora", 3), ("lora", 6))
+        ),
+    ],
+    indirect=["kind"],
+)
 def test_a_run_that_is_killed_goes_on_with_equal_bits(server, straight, tmp_path, kind, step):
     shutil.copytree(straight / "base", tmp_path / "base")
     config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
@@ -117,7 +137,7 @@ def test_a_run_that_is_killed_goes_on_with_equal_bits(server, straight, tmp_path
     check_equal(lines(tmp_path / "run", "train"), lines(straight / "run", "train"), within=0)
 
 
-@pytest.mark.parametrize("fault", ["kill", "term"])
+@pytest.mark.parametrize(("kind", "fault"), [("full", "kill"), ("lora", "term")], indirect=["kind"])
 def test_a_pass_of_the_reference_that_is_cut_off_goes_on(server, straight, tmp_path, kind, fault):
     shutil.copytree(straight / "base", tmp_path / "base")
     config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
@@ -134,7 +154,9 @@ def test_a_pass_of_the_reference_that_is_cut_off_goes_on(server, straight, tmp_p
     assert one.values.tolist() == two.values.tolist()
 
 
-@pytest.mark.parametrize("harm", ["lost", "flipped"])
+@pytest.mark.parametrize(
+    ("kind", "harm"), [("full", "lost"), ("lora", "flipped")], indirect=["kind"]
+)
 def test_a_lost_or_flipped_reference_is_refused(server, straight, tmp_path, kind, harm):
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     config = made(tmp_path, kind, checkpoint__every_steps=2, checkpoint__keep_last=5)
@@ -276,16 +298,24 @@ def test_another_run_with_the_same_base_takes_the_column(server, straight, tmp_p
     assert "has no reference.safetensors" in said(other)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_feedback_is_the_same_on_any_number_of_processes(server, tmp_path, world_size):
-    for name, count in (("one", 1), ("other", world_size)):
-        config = preferred.config_of(
-            tmp_path / name, preferred.feedback(80), "kto", training__global_batch_size=6
-        )
-        trained(server, tmp_path / name, config, count)
-    one, other = (lines(tmp_path / name / "run", "train") for name in ("one", "other"))
+@pytest.fixture(scope="module")
+def judged(server, tmp_path_factory):
+    """Feedback on one process."""
+    folder = tmp_path_factory.mktemp("judged")
+    trained(server, folder, preferred.config_of(folder, preferred.feedback(80), "kto"))
+    return folder
+
+
+@pytest.mark.parametrize("start", ["ddp on 3", "zero3 on 2", "matrices", "blocks", "rows"])
+def test_feedback_is_the_same_on_any_number_of_processes(server, judged, tmp_path, start):
+    world_size, keys = (STARTS | CUTS)[start]
+    shutil.copytree(judged / "base", tmp_path / "base")
+    config = preferred.config_of(tmp_path, preferred.feedback(80), "kto")
+    config["distributed"] = keys
+    other = trained(server, tmp_path, config, world_size)
+    one = lines(judged / "run", "train")
     check_equal(other, one)
-    assert one[0]["divergence"] == 0.0
+    assert one[0]["divergence"] == other[0]["divergence"] == 0.0
     assert [line["divergence"] for line in other] == pytest.approx(
         [line["divergence"] for line in one], abs=1e-6
     )
