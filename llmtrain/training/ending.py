@@ -64,7 +64,7 @@ def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, 
     The latter were trained on, with U+FFFD in place of these bytes. Blocks without a trained token
     are reported too. met: as in `Batch.counts`.
     """
-    if met.get("dropped") or met.get("skipped") or met.get("rejected"):
+    if any(met.get(name) for name in ("dropped", "skipped", "rejected", "too_long")):
         own = ("replaced", UNTRAINED_BLOCKS)  # they have events of their own
         counts = {name: count for name, count in met.items() if name not in own}
         journal.event("dropped_documents", step, source=label, **counts)

@@ -45,7 +45,7 @@ Message = JsonObject
 
 READING = 2  # of rows: runs that began with another one continue with it
 FORMS = ("messages", "conversations", "prompt_completion", "alpaca")
-PAIR_FORMS = ("pairs_openai", "pairs_sharegpt", "pairs_alpaca", "pairs")  # the first that fits
+PAIR_FORMS = ("pairs_openai", "pairs_sharegpt", "pairs_alpaca", "pairs")  # which has a prompt
 FEEDBACK = "feedback"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an answer's reasoning
@@ -199,7 +199,8 @@ def form_of(
     Raises PreferenceDataError for columns that judge the answers, see `refused_columns`.
     """
     names = set(columns)
-    forms = {None: FORMS, "pairs": PAIR_FORMS, "feedback": (FEEDBACK,)}[answers]
+    pairs = PAIR_FORMS[::-1] if "prompt" in names else PAIR_FORMS
+    forms = {None: FORMS, "pairs": pairs, "feedback": (FEEDBACK,)}[answers]
     form = next((one for one in forms if names.issuperset(needed_columns(one, names))), None)
     if form is not None:
         if problem := refused_columns(form, names, key, named):

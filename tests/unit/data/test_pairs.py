@@ -17,6 +17,7 @@ from llmtrain.data.lanes import START, Lane, Lanes
 from llmtrain.data.packing import Document, PlacedPair, window_tokens, with_others
 from llmtrain.data.state import DataState
 from llmtrain.data.stream import open_stream
+from llmtrain.errors import UserError
 from llmtrain.types import NOT_TRAINED
 
 COUNT = 160
@@ -475,3 +476,36 @@ def test_a_held_out_set_without_pairs_has_no_tensor_of_them(tmp_path, place):
     assert b'"pairs"' not in (tmp_path / "held").read_bytes()[:4096]
     assert held.pairs_of([0], 256).rows.shape == (0,)
     assert held.pair_parts([0], 256).shape == (0,)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("heldout", [0.0, 0.9])
+def test_a_later_bad_row_is_named_by_file_and_line(place, tmp_path, loss, heldout):
+    rows = judged_rows(40) if loss == "kto" else pair_rows(40)
+    rows[17]["label" if loss == "kto" else "rejected"] = None
+    path = corpus.write_jsonl(tmp_path / "bad.jsonl", rows)
+    manifest, encoder = chats.data_of(
+        place / "tokenizer", path, loss=loss, seq_len=256, lanes=1, heldout=heldout
+    )
+
+    def read():
+        if heldout:
+            prepare(manifest, encoder, tmp_path / "held", 1000, READING)
+        lanes = lanes_of(manifest, encoder)
+        return [lanes.take(g) for g in range(40)]
+
+    with pytest.raises(UserError) as caught:
+        read()
+    (problem,) = caught.value.problems
+    assert problem.key == f"{path}, line 18"
+    assert problem.expected == (
+        "a judged answer that can be trained on: label is null, not true or false"
+        if loss == "kto"
+        else "a pair of answers that can be trained on: rejected is null"
+    )
+    assert problem.remedy == "repair or remove the row, or chat.bad_rows=skip"
+    skipping = Reader(Reading(60, skip_bad_rows=True))
+    lanes = Lanes(manifest, encoder, skipping, np.zeros((1, 1, 4), np.int64), 0)
+    blocks = [lanes.take(g) for g in range(40)]
+    counts = sum((Counter(block.counts.get(0, {})) for block in blocks), Counter())
+    assert heldout or counts["rejected"] >= 1

@@ -40,6 +40,7 @@ def judged(row, **columns):
         (["messages", "chosen", "rejected", "score"], "pairs"),
         (["conversations", "chosen", "rejected"], "pairs_sharegpt"),
         (["instruction", "input", "chosen", "rejected"], "pairs_alpaca"),
+        (["instruction", "prompt", "chosen", "rejected"], "pairs"),
         (["input", "preferred_output", "non_preferred_output"], "pairs_openai"),
         (["prompt", "completion", "label"], None),
         (["messages"], None),
