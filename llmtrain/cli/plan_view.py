@@ -87,6 +87,7 @@ def plan_lines(found: Plan) -> Iterator[str]:
     one, run = size(found.checkpoint_bytes), size(found.disk_bytes)
     more = "" if found.steps else ", without those of keep_every: how many steps is not known"
     yield from _label("disk", f"{one} a checkpoint, at most {run} at once in the run{more}")
+    yield from _reference(found)
     yield from _speeds(found)
     yield from _duration(found)
     yield from _rates(found)
@@ -174,6 +175,17 @@ def _outcome(found: Plan) -> Iterator[str]:
     yield from _label("host", f"{size(host)} of memory on each node{known}")
     for one in found.suggestions:
         yield from _label("or", f"without offload: {one}")
+
+
+def _reference(found: Plan) -> Iterator[str]:
+    """Yield what the reference of the pairs of answers costs, if there is one."""
+    if found.reference is None:
+        return
+    forwards = "one forward of each block of an epoch before step 1"
+    if found.work.answers == "feedback":
+        forwards = "one forward of each block before step 1, and one more in each step"
+    share = f"{forwards}, each {found.reference:.2f} of a block in a step by the formula"
+    yield from _label("reference", f"{share}; 32 B a pair in each process and on the disk")
 
 
 def _speeds(found: Plan) -> Iterator[str]:

@@ -32,7 +32,14 @@ from llmtrain.distributed.plan.memory import (
     memory,
     shards,
 )
-from llmtrain.distributed.plan.speed import device_by_memory, machine_of, step_time
+from llmtrain.distributed.plan.speed import (
+    device_by_memory,
+    flops,
+    forward_flops,
+    machine_of,
+    more_flops,
+    step_time,
+)
 from llmtrain.errors import Problem, raise_any
 from llmtrain.model import trainable
 from llmtrain.model.count import CannotCountError
@@ -123,6 +130,8 @@ class Plan:
     disk_bytes: of all checkpoints that exist at the same time
     steps: None if `training.epochs` sets the length of the run
     speeds: by number of devices; empty if not known
+    reference: the operations of a block in the pass before the first step, as a share of those of a
+        block in a step; None without a reference of answers
     uncounted: why the parts named in `UNCOUNTED` are not known; they are 0 or too small then, so
         what is chosen may not fit
     """
@@ -138,6 +147,7 @@ class Plan:
     steps: int | None
     speeds: tuple[Speed, ...]
     rates: tuple[Rate, ...]
+    reference: float | None = None
     uncounted: str | None = None
 
     @property
@@ -186,6 +196,7 @@ class Plan:
             ],
             "checkpoint_bytes": self.checkpoint_bytes,
             "disk_bytes": self.disk_bytes,
+            **({} if self.reference is None else {"reference_share": self.reference}),
             "tokens_per_second": chosen.tokens_per_second if chosen else None,
         }
 
@@ -263,8 +274,15 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
         steps=steps,
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
+        reference=_reference(model.shape, work) if config.preference.has_reference else None,
         uncounted=uncounted,
     )
+
+
+def _reference(shape: ModelShape, work: Work) -> float:
+    """Return the operations of a forward as a share of those of a step, both of one block."""
+    step = flops(shape, work.seq_len) + more_flops(shape, work)
+    return forward_flops(shape, work.seq_len) / step
 
 
 def _without_count(

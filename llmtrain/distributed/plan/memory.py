@@ -118,6 +118,8 @@ class Work:
     wrap_class: as `distributed.wrap_class`.
     chunk: how the loss is computed where the head is plain; None = from all logits.
     pipeline_schedule: as `distributed.pipeline_schedule`.
+    answers: what of answers is compared: their log-probabilities in pairs, or judged ones; None =
+        texts are trained, or scores of pairs.
     """
 
     seq_len: int
@@ -130,6 +132,7 @@ class Work:
     wrap_class: str = "auto"
     chunk: Chunk | None = None
     pipeline_schedule: str = "1f1b"
+    answers: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,8 @@ def step_time(
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len  # of one model
     used = sum(one.used * math.prod(one.shape) for one in shape.parameters)
     again = _FORWARDS_AGAIN[layout.activation_checkpointing] * used
-    compute = (flops(shape, work.seq_len) + again) * tokens / cut.processes
+    compute = (flops(shape, work.seq_len) + again + more_flops(shape, work)) * tokens
+    compute /= cut.processes
     compute /= _peak(work, machine) * machine.hfu
     links = _links(shape, work, layout, hardware, machine)
     sums = seconds_of_sums(shape, work, layout, hardware, machine)
@@ -221,6 +222,25 @@ def head_flops(shape: ModelShape) -> float:
     """Return the part of `flops` that the output head takes: only trained positions need it."""
     through = _lowest_trained(shape) < shape.blocks
     return (2 + 2 * through + 2 * shape.head_trained) * shape.head
+
+
+def forward_flops(shape: ModelShape, seq_len: int) -> float:
+    """Return the part of `flops` that a forward takes."""
+    products = sum(one.used * math.prod(one.shape) for one in shape.parameters)
+    return 4.0 * shape.attention * seq_len + 2 * products
+
+
+def more_flops(shape: ModelShape, work: Work) -> float:
+    """Return what a step that compares answers takes beside `flops`, per token.
+
+    What a position weighs is known only after the forward, so the products of a head that is
+    trained are computed once more in the backward. Judged answers have a forward before, by which
+    all of the step are compared with the reference.
+    """
+    if work.answers is None:
+        return 0.0
+    again = 2.0 * shape.head if shape.head_trained else 0.0
+    return again + (forward_flops(shape, work.seq_len) if work.answers == "feedback" else 0.0)
 
 
 def _lowest_trained(shape: ModelShape) -> int:

@@ -180,6 +180,7 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
         wrap_class=config.distributed.wrap_class,
         chunk=chunk_of(device) if in_chunks else None,
         pipeline_schedule=config.distributed.pipeline_schedule,
+        answers=None if config.preference.scores else config.preference.answers,
     )
 
 

@@ -505,3 +505,40 @@ def test_the_remedy_of_what_does_not_fit_may_be_a_cut(tmp_path):
     assert row["remedy"].startswith(("distributed.tensor_par", "distributed.pipeline_par"))
     cut = large(tmp_path, *overrides, row["remedy"])
     assert plan(cut, devices=8, device_memory_gb=48).chosen is not None
+
+
+def test_a_loss_of_pairs_has_the_rows_of_chat_and_a_pass_before_it(tmp_path):
+    given = {"devices": 2, "device_memory_gb": 24}
+    chat, pairs, judged, scored = (
+        plan(small(tmp_path, *(f"preference.loss={loss}" for loss in one)), **given)
+        for one in ((), ("dpo",), ("kto",), ("orpo",))
+    )
+    parts = [one.memory.parts for one in chat.choice.candidates]
+    for other in (pairs, judged, scored):
+        assert [one.memory.parts for one in other.choice.candidates] == parts
+    assert (chat.reference, scored.reference) == (None, None)
+    # By hand: the parameters in products, of which the head has 2,048 × 64; attention of 3 blocks.
+    head, blocks = 2048 * 64, 3 * (4 * 64 * 64 + 3 * 64 * 160)
+    attention = 3 * 64 * 128
+    forward = 2 * (head + blocks) + 4 * attention
+    assert pairs.reference == pytest.approx(forward / (3 * forward + 2 * head), rel=0.01)
+    assert judged.reference == pytest.approx(forward / (4 * forward + 2 * head), rel=0.01)
+    lines = " ".join(" ".join(plan_lines(pairs)).split())
+    assert "one forward of each block of an epoch before step 1" in lines
+    assert "32 B a pair in each process" in lines
+    assert "and one more in each step" in " ".join(" ".join(plan_lines(judged)).split())
+    assert not [line for line in plan_lines(chat) if line.startswith("reference")]
+    assert pairs.to_json()["reference_share"] == pairs.reference
+
+
+def test_the_head_of_pairs_is_computed_again_only_where_it_is_trained(tmp_path):
+    given = {"devices": 2, "device_memory_gb": 24}
+    rates = {
+        (frozen, loss): plan(
+            small(tmp_path, f"preference.loss={loss}", f"model.freeze=[{frozen}]"), **given
+        ).chosen.tokens_per_second
+        for frozen in ("", '"*lm_head*"')
+        for loss in ("none", "orpo")
+    }
+    assert rates["", "orpo"] < rates["", "none"]
+    assert rates['"*lm_head*"', "orpo"] == rates['"*lm_head*"', "none"]
