@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _TOKENIZER_TEXT_BYTES = 64 << 20
 _COMPARED_DOCUMENTS = 256  # tokenized with both back ends to choose one
 _COMPARED_BYTES = 8 << 20
+_ROWS = {"pairs": "pair", "feedback": "judged answer", None: "conversation"}
 
 
 def prepare(
@@ -122,19 +123,14 @@ def write_data(
                     "%s: nobody reads these keys of its first %d rows (in how many): %s",
                     *(source.label, first_rows.FIRST, first_rows.describe_unread(counts)),
                 )
+        what = _ROWS[found.settings.preference.answers]
         if rows:
-            what = {"pairs": "pair", "feedback": "judged answer", None: "conversation"}
-            _log.info(
-                "the first %s, trained in ⟦⟧: %s",
-                *(
-                    what[found.settings.preference.answers],
-                    first_rows.with_marks(rows[0], tokenizer),
-                ),
-            )
+            shown = first_rows.with_marks(rows[0], tokenizer)
+            _log.info("the first %s, trained in ⟦⟧: %s", what, shown)
         if why:
             filled = 100 * first_rows.share_filled(rows, config.data.seq_len)
-            said = "packing: single, as %s; conversations fill %.0f %% of a block, and rows are cut"
-            _log.info(f"{said} to the longest of a micro-batch", why, filled)
+            said = "packing: single, as %s; %ss fill %.0f %% of a block, and rows are cut to the"
+            _log.info(f"{said} longest of a micro-batch", why, what, filled)
     manifest = survey.freeze(found, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 

@@ -256,6 +256,42 @@ def test_others_share_blocks_and_what_the_user_says_counts(tmp_path, model, aske
     assert packing_of(tmp_path, model, packing=asked) == (packing, True)
 
 
+def config_of_pairs(folder, model, **data):
+    answers = {name: chats.talk("", said)[1:] for name, said in (("chosen", "Yes."),
+               ("rejected", "No " * 20))}  # fmt: skip
+    rows = [{"prompt": chats.talk(f"Hi {n}?"), **answers} for n in range(20)]
+    path = corpus.write_jsonl(folder / "pairs.jsonl", rows)
+    config = config_of(folder, model, **data).model_dump(by_alias=True, exclude_unset=True)
+    config["data"]["sources"] = [{"path": str(path)}]
+    return Config.model_validate({**config, "preference": {"loss": "dpo"}})
+
+
+def test_pairs_of_a_model_that_cannot_hide_them_have_half_of_a_block_each(tmp_path, caplog):
+    caplog.set_level("INFO", "llmtrain")
+    prepare(config_of_pairs(tmp_path, MAMBA, seq_len=128), tmp_path, 1)
+    assert json.loads((tmp_path / MANIFEST).read_text())["packing"] == "single"
+    assert "; pairs fill " in caplog.text
+    assert "the first pair, trained in ⟦⟧: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "key", "said"),
+    [
+        (94, "line 1", "at most 47 each, half of data.seq_len; chat.too_long=drop or truncate"),
+        (95, "data.seq_len", "an even number with data.packing single and preference.loss"),
+    ],
+)
+def test_such_blocks_must_hold_two_answers(tmp_path, seq_len, key, said):
+    fitting = config_of_pairs(tmp_path, LLAMA, seq_len=seq_len)
+    prepare(fitting, tmp_path, 1)  # together they have 17 + 60 tokens or so
+    (tmp_path / MANIFEST).unlink()
+    with pytest.raises(UserError) as caught:
+        prepare(config_of_pairs(tmp_path, MAMBA, seq_len=seq_len), tmp_path, 1)
+    (problem,) = caught.value.problems
+    assert problem.key.endswith(key)
+    assert said in problem.expected
+
+
 def test_a_run_keeps_its_packing(tmp_path):
     assert packing_of(tmp_path, LLAMA) == ("bestfit", True)
     before = (tmp_path / MANIFEST).read_bytes()
