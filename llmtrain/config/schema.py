@@ -313,19 +313,19 @@ class PreferenceConfig(Section):
     """
     beta: PositiveFactor = 0.1
     """How strongly the model is held to its reference; the smaller, the further it may go."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[Annotated[float, Field(ge=0, lt=0.5)], EXPERT] = 0.0
     """Share of the pairs that are taken to be the wrong way round (dpo, dpo_norm, robust, simpo,
     cpo).
     """
-    gamma: Factor = 0.0
+    gamma: Annotated[Factor, EXPERT] = 0.0
     """The margin that the chosen answer is to have (simpo)."""
-    sft_weight: Factor = 0.0
+    sft_weight: Annotated[Factor, EXPERT] = 0.0
     """Weight of the chosen answer's own loss, in nats per token (all but kto and reward)."""
-    desirable_weight: Factor = 1.0
+    desirable_weight: Annotated[Factor, EXPERT] = 1.0
     """Weight of good answers (kto)."""
-    undesirable_weight: Factor = 1.0
+    undesirable_weight: Annotated[Factor, EXPERT] = 1.0
     """Weight of bad answers (kto)."""
-    reference: Text = "start"
+    reference: Annotated[Text, EXPERT] = "start"
     """start = the log-probabilities of the answers by the weights that the run begins with,
     computed once; or a run that has the same ones.
     """

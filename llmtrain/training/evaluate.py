@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -48,8 +48,6 @@ def evaluate(run: Run) -> Evaluation | None:
     """
     heldout, seq_len = run.data.heldout, run.config.data.seq_len
     assert heldout is not None, "due.evaluation is false where nothing is held out"
-    if run.answers:
-        return _evaluate_pairs(run, heldout)
     start = time.perf_counter()
     ranks, layout, size = run.ranks, run.layout, run.built.micro_batch_size
 
@@ -58,7 +56,8 @@ def evaluate(run: Run) -> Evaluation | None:
             return hide(run, starts)
         return padding_keywords(run, labels)
 
-    scored = []
+    scored: list[Tensor] = []
+    pairs: list[Scores] = []  # in a run on pairs, whose losses are computed once all are scored
     with run.engine.evaluating():
         rounds = rounds_of(heldout, seq_len, layout.data_rank, layout.data_size, size)
         for number, blocks in enumerate(rounds, 1):
@@ -68,58 +67,42 @@ def evaluate(run: Run) -> Evaluation | None:
             if stops:
                 run.due.ask(stops)
                 return None
-            how = (run.device, layout, run.model, partial(shown, run), hidden)
-            scored.append(score_blocks(heldout, blocks, seq_len, *how))
-    total = reduce(torch.add, scored)
-    told = total if layout.tells_loss else torch.zeros_like(total)
-    evaluation = result(sum_over_ranks(told).tolist(), heldout)
+            if run.data.answers:
+                (forward,) = micro_batches(run, heldout_batch(run, heldout, blocks))
+                parts = torch.from_numpy(heldout.pair_parts(blocks, seq_len))
+                pairs.append(Scores(run.model(each=True, **forward), forward["pairs"], parts))
+            else:
+                how = (run.device, layout, run.model, partial(shown, run), hidden)
+                scored.append(score_blocks(heldout, blocks, seq_len, *how))
+    if run.data.answers:
+        count = max(1, len(heldout.parts))
+        given = (pairs, run.config.preference, run.device, count)
+        evaluation = pair_result(pair_totals(*given, told=layout.tells_pairs).tolist(), heldout)
+    else:
+        total = reduce(torch.add, scored)
+        told = total if layout.tells_loss else torch.zeros_like(total)
+        evaluation = result(sum_over_ranks(told).tolist(), heldout)
     return replace(evaluation, seconds=time.perf_counter() - start)
 
 
-def heldout_rounds(run: Run) -> Iterator[tuple[list[int], Batch]]:
-    """Yield the numbers of the held-out blocks of each round, and a batch of one micro-batch."""
-    heldout, manifest, layout = run.data.heldout, run.data.manifest, run.layout
-    assert heldout is not None, "something is held out"
-    place, size = (layout.data_rank, layout.data_size), run.built.micro_batch_size
-    for blocks in rounds_of(heldout, manifest.seq_len, *place, size):
-        found = zip(*(heldout.block(g, manifest.seq_len) for g in blocks), strict=True)
-        ids, labels, starts = found
-        yield (
-            blocks,
-            Batch(
-                ids=np.stack(ids),
-                labels=np.stack(labels),
-                trained_tokens=int((np.stack(labels) != NOT_TRAINED).sum()),
-                starts=tuple(starts) if manifest.hides_documents else None,
-                cursors={},
-                digest=0,
-                first_block=blocks[0] - layout.data_rank,
-                sources={},
-                counts={},
-                wait_seconds=0.0,
-                pairs=heldout.pairs_of(blocks, manifest.seq_len),
-            ),
-        )
-
-
-def _evaluate_pairs(run: Run, heldout: HeldOut) -> Evaluation | None:
-    """Return what `evaluate` does, of pairs: all are scored, then their losses are computed."""
-    start = time.perf_counter()
-    scored: list[Scores] = []
-    with run.engine.evaluating():
-        for blocks, batch in heldout_rounds(run):
-            faults.hit("eval.batch", step=run.step)
-            system.beat("a batch of the evaluation")
-            if stops := agreed_stop(run.ranks, flags(run)):
-                run.due.ask(stops)
-                return None
-            (forward,) = micro_batches(run, batch)
-            parts = torch.from_numpy(heldout.pair_parts(blocks, run.config.data.seq_len))
-            scored.append(Scores(run.model(each=True, **forward), forward["pairs"], parts))
-    preference, told = run.config.preference, run.layout.tells_pairs
-    sums = pair_totals(scored, preference, run.device, max(1, len(heldout.parts)), told=told)
-    evaluation = pair_result(sums.tolist(), heldout)
-    return replace(evaluation, seconds=time.perf_counter() - start)
+def heldout_batch(run: Run, heldout: HeldOut, blocks: Sequence[int]) -> Batch:
+    """Return some held-out blocks of pairs as a batch of one micro-batch."""
+    seq_len, hides = run.config.data.seq_len, run.data.manifest.hides_documents
+    ids, labels, starts = zip(*(heldout.block(g, seq_len) for g in blocks), strict=True)
+    wanted = np.stack(labels)
+    return Batch(
+        ids=np.stack(ids),
+        labels=wanted,
+        trained_tokens=int((wanted != NOT_TRAINED).sum()),
+        starts=starts if hides else None,
+        cursors={},
+        digest=0,
+        first_block=blocks[0] - run.layout.data_rank,
+        sources={},
+        counts={},
+        wait_seconds=0.0,
+        pairs=heldout.pairs_of(blocks, seq_len),
+    )
 
 
 def rounds_of(

@@ -95,7 +95,7 @@ def small_files(run: Run, step: int, heard: list[JsonObject]) -> dict[str, bytes
         "skipped_in_a_row": run.guards.skipped_in_a_row,
         "patience": None if run.due.patience is None else run.due.without_gain,
         "ended": run.due.data_ended,
-        **({"reference": run.reference.digest} if run.reference else {}),
+        **({"reference": run.data.reference.digest} if run.data.reference else {}),
         "auto": json.loads(run.processes.auto.to_bytes()),
         "versions": run.processes.versions,
     }

@@ -78,7 +78,7 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     losses: list[Tensor] = []  # each () fp32, summed over trained tokens; with pairs (1 + K,) fp64
     routers: list[Tensor] = []  # the same of the router's loss, if the model has one
     forwards, driver = micro_batches(run, batch), run.engine  # device tensors, each (B, T)
-    if run.answers == "feedback":
+    if run.data.answers == "feedback":
         measure_divergence(run, forwards)
     for loss in driver.forward_backward(forwards, scale):
         losses.append(loss)
@@ -125,7 +125,7 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
     pairs = batch.pairs
-    if pairs is None and run.answers:  # the data of this rank failed
+    if pairs is None and run.data.answers:  # the data of this rank failed
         pairs = NO_PAIRS
     if run.data.manifest.packing == "single":
         return [_padded(run, ids[part], batch.labels[part], pairs, part) for part in parts]
@@ -168,7 +168,7 @@ def pairs_of(run: Run, pairs: Pairs, part: slice, labels: np.ndarray, own: slice
     labels, own: as `pair_tensors` takes them
     """
     theirs = pairs.of_blocks(part.start, part.stop)
-    column, asked = run.reference, run.config.preference
+    column, asked = run.data.reference, run.config.preference
     known = np.zeros((len(theirs.keys), 2)) if column is None else column.of(theirs.keys)
     how = (theirs, labels, own, known, asked, run.device)
     return pair_tensors(*how, halves=run.data.manifest.packing == "single")
@@ -241,7 +241,7 @@ def step_vector(
         `PAIR_SLOTS` behind the loss
     routers: of the micro-batches, () fp32 each; none without a router loss
     """
-    layout, pairs = run.layout, run.answers is not None
+    layout, pairs = run.layout, run.data.answers is not None
     others = min(len(routers), 1) + pairs * len(PAIR_SLOTS)
     if not layout.tells_loss or (pairs and layout.sequence_rank):  # whose pairs are another's too
         losses, routers = (), [torch.zeros_like(router) for router in routers]

@@ -85,7 +85,6 @@ def test_held_out_pairs_are_told_apart_after_tuning(server, base, tmp_path, seed
     right, count = by_hand(exported, base, rows[:HELD_OUT])
     assert count == last["pairs"]
     assert right / count == pytest.approx(last["accuracy"], abs=1.5 / count)
-    print(f"seed {seed}: {last['accuracy']:.3f} of {count} pairs, by hand {right / count:.3f}")
 
 
 def by_hand(exported, base, rows):

@@ -41,8 +41,7 @@ def run_of(
         engine=launched.engine,
         model=prepared,
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
-        answers=None,
-        data=SimpleNamespace(manifest=manifest),
+        data=SimpleNamespace(manifest=manifest, answers=None, reference=None),
         built=SimpleNamespace(
             bare=bare,
             loss=next(part for part in prepared.modules() if isinstance(part, LossModule)),

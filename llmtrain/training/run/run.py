@@ -106,6 +106,9 @@ class DataSide:
     heldout: None = nothing is held out
     changed: parts of the fingerprint that differ from the checkpoint's, all of them accepted
     ended: whether no block is left to train on
+    answers: what the sources have, if they are pairs of answers; None = they are not
+    reference: what the pairs were worth to the weights that the run began with; None = there are no
+        pairs, or the loss has no reference
     """
 
     manifest: DataManifest
@@ -115,6 +118,8 @@ class DataSide:
     state: DataState
     changed: tuple[str, ...]
     ended: bool
+    answers: Answers | None
+    reference: Column | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -212,11 +217,8 @@ class Run:
     found: the checkpoint that it resumes from, None in a new run
     first_step: number of steps that were finished when it began
     built: the model
-    answers: what its sources have, if it trains on pairs; None = it does not
     feed: the state on the host that each step changes, such as the number of finished steps
     checkpoints: how it saves, and the checkpoint in flight
-    reference: what its pairs of answers were worth to the weights that it began with; None = it has
-        no pairs, or a loss without a reference
     """
 
     config: Config
@@ -225,7 +227,6 @@ class Run:
     processes: Processes
     data: DataSide
     built: ModelSide
-    answers: Answers | None
     feed: Feed
     meter: Meter
     journal: Journal
@@ -235,7 +236,6 @@ class Run:
     signals: Signals
     requests: Requests
     checkpoints: Saves
-    reference: Column | None = None
 
     @property
     def step(self) -> int:

@@ -62,7 +62,7 @@ def announce(run: Run) -> None:
         host=socket.gethostname(),
         born=float(psutil.Process().create_time()),  # in Unix seconds
         vocabulary=run.data.tokenizer.length,
-        **({"reference": run.reference.to_json()} if run.reference else {}),
+        **({"reference": run.data.reference.to_json()} if run.data.reference else {}),
         set=dict(run.config.origins),
     )
     journal.status(step=first, checkpoint=resumed_from, strategy=strategy, **sizes)
@@ -162,7 +162,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
     for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
         why = why.removeprefix(elsewhere)
     plan, device_bytes = run.processes.planned.memory, run.processes.planned.hardware.device_bytes
-    column, size = run.reference, training.global_batch_size
+    column, size = run.data.reference, training.global_batch_size
     pairs = f" ≈ {column.pairs_a_block * size:.1f} pairs" if column else ""
     memory = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     memory += f" of {device_bytes / 2**30:.1f} GiB"

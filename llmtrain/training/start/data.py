@@ -83,7 +83,7 @@ def open_data(
     )
     stack.enter_context(closing(stream))
     ended = bool(found and found.state["ended"] and not changed)
-    return DataSide(manifest, encoder, held, stream, state, changed, ended)
+    return DataSide(manifest, encoder, held, stream, state, changed, ended, manifest.answers)
 
 
 def with_steps(

@@ -171,7 +171,7 @@ def _assemble(
         patience=config.evaluation.patience,
         without_gain=saved.get("patience") or 0,
     )
-    rank, started, manifest = launched.ranks.rank, here.signals.started, data.manifest
+    rank, started = launched.ranks.rank, here.signals.started
     rows = config.training.global_batch_size // launched.layout.data_size
     return Run(
         config=config,
@@ -180,14 +180,12 @@ def _assemble(
         processes=processes,
         data=data,
         built=model,
-        answers=manifest.answers,
         feed=Feed(data.stream, first, rows, config.data.seq_len),
         meter=Meter(
-            *(launched.device, manifest.labels),
-            partial(learning_rate, config.optimizer, config.total_steps),
-            roll,
+            *(launched.device, data.manifest.labels),
+            *(partial(learning_rate, config.optimizer, config.total_steps), roll),
             layout=launched.layout,
-            pairs=manifest.answers is not None,
+            pairs=data.answers is not None,
             sources=saved.get("sources", {}),
             stream_digest=data.state.stream_digest,
         ),

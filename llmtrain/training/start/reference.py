@@ -35,7 +35,7 @@ from llmtrain.data.stream import open_stream
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, reference
 from llmtrain.rundir.reference import KEY, Column, DamagedColumnError
-from llmtrain.training.evaluate import heldout_rounds
+from llmtrain.training.evaluate import heldout_batch, rounds_of
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import DataSide, Processes, Run
 from llmtrain.training.step import flags, micro_batches
@@ -157,7 +157,7 @@ def with_reference(run: Run, wanted: Wanted | None) -> Run:
     if wanted is None:
         return run
     if not wanted.walks:
-        return replace(run, reference=wanted.column)
+        return replace(run, data=replace(run.data, reference=wanted.column))
     path, parts = run.run_dir / contents.REFERENCE, run.run_dir / contents.REFERENCE_PARTS
     on_rank_zero(run.ranks, lambda: parts.mkdir(exist_ok=True))
     before, number = agreed(run.ranks, lambda: _read_parts(parts, wanted.column))
@@ -179,7 +179,8 @@ def with_reference(run: Run, wanted: Wanted | None) -> Run:
     new, seconds = len(column) - len(wanted.column), time.perf_counter() - began
     said = f"{len(column):,} pairs, {new:,} of them new"
     _log.info("reference %s: %d forwards on this process, %.1f s", said, made.forwards, seconds)
-    return replace(run, reference=replace(column, seconds=seconds))
+    column = replace(column, seconds=seconds)
+    return replace(run, data=replace(run.data, reference=column))
 
 
 def _read_parts(parts: Path, column: Column) -> tuple[list[Column], int]:
@@ -258,15 +259,17 @@ class _Pass:
                     if all(one.epoch >= end for one, end in zip(cursors, ends[lane], strict=True)):
                         left.discard(lane)
                 more = left and not batch.ended
-                if run.answers == "pairs" and not run.ranks.highest(int(bool(more))):
+                if run.data.answers == "pairs" and not run.ranks.highest(int(bool(more))):
                     return _EVERYTHING
         return run.steps
 
     def score_heldout(self) -> None:
         """Score the held-out pairs."""
-        if self.run.data.heldout is not None:
-            for _, batch in heldout_rounds(self.run):
-                self._score(batch, reference.BEHIND)
+        run, heldout = self.run, self.run.data.heldout
+        place, size = (run.layout.data_rank, run.layout.data_size), run.built.micro_batch_size
+        if heldout is not None:
+            for blocks in rounds_of(heldout, run.config.data.seq_len, *place, size):
+                self._score(heldout_batch(run, heldout, blocks), reference.BEHIND)
 
     def _score(self, batch: Batch, offset: int = 0) -> None:
         """Score the pairs of a batch if a rank has new ones among its own. Collective.

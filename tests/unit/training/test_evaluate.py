@@ -42,12 +42,13 @@ def run_of(held, model, seq_len, size):
     """What `evaluate` needs of a run."""
     nobody = SimpleNamespace(flags=lambda reason, look=True: Flags())
     return SimpleNamespace(
-        answers=None,
         built=SimpleNamespace(micro_batch_size=size),
         checkpoints=SimpleNamespace(flags=dict),
         config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
         data=SimpleNamespace(
-            heldout=held, manifest=SimpleNamespace(packing="concat", hides_documents=False)
+            heldout=held,
+            manifest=SimpleNamespace(packing="concat", hides_documents=False),
+            answers=None,
         ),
         device=torch.device("cpu"),
         engine=SimpleNamespace(evaluating=torch.no_grad),
