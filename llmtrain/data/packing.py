@@ -308,11 +308,13 @@ def with_others(window: list[Document], seq_len: int, *, apart: bool) -> list[Do
     if not keys:
         return window
     assert len(keys) == len(window), "a source has rows of one form"
-    count = len(window)
+    # The next one that differs is the neighbour, or the one that is next to an equal neighbour.
+    others: list[Document | None] = [None] * len(window)
+    for behind in range(2 * len(window) - 1, 0, -1):  # twice around the circle
+        number, after = (behind - 1) % len(window), behind % len(window)
+        others[number] = window[after] if keys[number] != keys[after] else others[after]
     paired = []
-    for number, (one, key) in enumerate(zip(window, keys, strict=True)):
-        behind = (n % count for n in range(number + 1, number + count))
-        other = next((window[n] for n in behind if keys[n] != key), None)
+    for one, other in zip(window, others, strict=True):
         most = seq_len // 2 if apart else seq_len - len(one.ids)
         part = slice(0, 0)
         if other is not None:

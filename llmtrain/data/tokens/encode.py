@@ -115,6 +115,8 @@ class DocumentEncoder:
                 raise BadRowError("answer", "one of its answers is excluded from training")
             return Encoded(_NO_IDS, counts={TOO_LONG: 1})  # a prompt without room for an answer
         halves = chat.behind_one_prompt([one.sequences[0] for one in encoded])
+        if halves[0] == halves[1]:
+            raise BadRowError("equal", "chosen and rejected are equal, as the template writes them")
         counts = Counter(encoded[0].counts) + Counter(encoded[1].counts)
         room, lengths = chat.seq_len, [len(one.ids) for one in halves]
         if max(lengths) > room // 2 if self.apart else sum(lengths) > room:

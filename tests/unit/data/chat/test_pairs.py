@@ -81,6 +81,7 @@ def test_feedback_needs_the_columns_of_the_conversation_that_it_has():
      (["input", "preferred_output"], "dpo")],
 )  # fmt: skip
 def test_without_a_loss_the_columns_are_refused_with_the_loss_to_set(columns, loss):
+    """PT-18: bad answers are not trained as chat."""
     with pytest.raises(UserError, match=rf"preference\.loss={loss}"):
         form_of(columns, KEY)
 

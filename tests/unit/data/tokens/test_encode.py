@@ -184,6 +184,14 @@ def test_an_answer_that_the_template_writes_in_two_ways_is_a_bad_row(place):
     assert encode(last, row).bad.key == "prompt"  # that of the last message is another one
 
 
+def test_answers_that_the_template_makes_equal_are_a_bad_row(place):
+    row = {"prompt": talk("Hi?"), "chosen": talk("", "Yes.")[1:], "rejected": talk("", "Yes. ")[1:]}
+    assert encode(of_case(place, "chatml"), row).bad is None
+    found = encode(of_case(place, "llama3"), row)  # it takes white space off the ends
+    assert str(found.bad) == "chosen and rejected are equal, as the template writes them"
+    assert found.counts == {"rejected": 1, "rejected_equal": 1}
+
+
 def test_rows_and_answers_that_are_context(place):
     encoder = of_case(place, "chatml")
     row = {"prompt": talk("Hi?"), "chosen": talk("", "Yes.")[1:], "rejected": talk("", "No.")[1:]}
