@@ -66,3 +66,15 @@ def test_processes_that_share_rows_train_the_same_margins_as_one(server, tmp_pat
     """An answer's positions may be on both; some rows have none on one of them."""
     cases = [case for case in CASES if not case.startswith("gemma2")]  # its attention is its own
     same(launch(server, tmp_path / "two", 2, strategy, cases=cases, sequence_parallel=2), alone)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_in_bf16_the_reference_keeps_its_bits(server, tmp_path, strategy):
+    """FSDP2 rounds tensors of floating point in mappings that the forward is given."""
+    folder, output = tmp_path / "two", tmp_path / "result.json"
+    folder.mkdir()
+    codes = server.run(["call", "helpers.paired", "given", str(output), strategy], 2, folder)
+    assert codes == [0, 0], (folder / "output.txt").read_text()[-6000:]
+    rewards, dtypes = json.loads(output.read_text())
+    assert rewards == [0.0, 0.0]
+    assert set(dtypes) == {"torch.float64"}

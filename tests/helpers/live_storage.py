@@ -15,8 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from llmtrain.config.schema import PreferenceConfig
+from llmtrain.distributed.engines.engine import trained_loss
 from llmtrain.model import attention, shape
 from llmtrain.model.loss import Head, LossModule
+from llmtrain.pairs import PairTensors
 
 
 class LiveStorage(TorchDispatchMode):
@@ -62,27 +65,34 @@ def peak_of_two_steps(
     checkpointing: str,
     head: Head | None = None,
     trained: float = 1.0,
+    pairs: bool = False,
+    frozen: bool = False,
 ) -> int:
     """The most bytes that two steps of two micro-batches hold on one unwrapped process.
 
     For models that take our attention. head: of the loss in chunks; None = from logits. trained:
-    share of the tokens that have a loss.
+    share of the tokens that have a loss. pairs: whether each row is a pair of answers. frozen:
+    whether the head is.
     """
     with live_storage() as count:
-        model, optimizer = fake_model(model_config, checkpointing)
-        two_steps(model, optimizer, micro, seq_len, arithmetic, head=head, trained=trained)
+        model, optimizer = fake_model(model_config, checkpointing, frozen=frozen)
+        more = {"head": head, "trained": trained, "pairs": pairs}
+        two_steps(model, optimizer, micro, seq_len, arithmetic, **more)
         return count.peak
 
 
 def fake_model(
-    model_config: Any, checkpointing: str
+    model_config: Any, checkpointing: str, *, frozen: bool = False
 ) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
     """As runs make them, but for the weights. Inside a fake mode."""
     AttentionInterface.register(attention.NAME, attention.attention)
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
     model.set_attn_implementation(attention.NAME)
     shape.apply_checkpointing(model, checkpointing)
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
+    if frozen:
+        model.get_output_embeddings().requires_grad_(False)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return model, torch.optim.AdamW(trained, fused=True)
 
 
 def two_steps(
@@ -94,9 +104,12 @@ def two_steps(
     before_forward: Callable[[], None] = lambda: None,
     head: Head | None = None,
     trained: float = 1.0,
+    pairs: bool = False,
 ) -> None:
     """`TorchEngine`'s loop by hand: gradients add up, are measured, scaled down and applied."""
-    module, parameters = LossModule(model, head), list(model.parameters())
+    asked = PreferenceConfig(loss="dpo") if pairs else None
+    module = LossModule(model, head, preference=asked)
+    parameters = [one for one in model.parameters() if one.requires_grad]
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic == "autocast")
     for _ in range(2):
         for _ in range(2):
@@ -105,12 +118,22 @@ def two_steps(
             known: dict[str, Any] = {"all_trained": True}
             if trained < 1:
                 known = {"trained": torch.arange(int(trained * ids.numel()))}
+            if pairs:
+                known["pairs"] = _pairs(micro, int(trained * seq_len))
             with autocast:
                 loss = module(ids, ids, **known)
-            (loss * torch.ones(())).backward()
+            (trained_loss(loss) * torch.ones(())).backward()
         gradients = [p.grad for p in parameters]
         norm = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
         torch._foreach_mul_(gradients, (1 / norm.sqrt()).clamp(max=1.0).float())
         del gradients
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def _pairs(rows: int, length: int) -> PairTensors:
+    """A pair a row, whose answers have a half of the trained tokens each."""
+    half = length // 2
+    lengths = torch.full((2 * rows,), half, dtype=torch.int64)
+    sizes = torch.full((rows, 2), float(half), dtype=torch.float64)
+    return PairTensors(lengths, sizes, torch.zeros_like(sizes))

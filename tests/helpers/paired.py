@@ -147,3 +147,25 @@ def work(output: str, cases_text: str, strategy: str, cuts_text: str, precision:
     if launched.ranks.rank == 0:
         Path(output).write_text(json.dumps(found))
     close()
+
+
+def given(output: str, strategy: str) -> None:
+    """On every rank, in bf16: rewards with the reference that the model itself has computed."""
+    launched = make_accelerator(strategy, "bf16", DistributedConfig(timeout_minutes=2.0))
+    asked = PreferenceConfig(loss="dpo", beta=0.3)
+    bare = cut.built("llama").to(torch.float32)
+    head = examine(bare)
+    attention.install(bare, LENGTH, tell=False)
+    optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=1e-3))
+    module = LossModule(bare, head if isinstance(head, Head) else None, preference=asked)
+    prepared = launched.engine.prepare(module, bare, optimizer)
+    row = of_rows(launched, rows_of(99)[:3], asked)
+    with launched.engine.evaluating():
+        sums = prepared(each=True, **row)
+        row["pairs"] = replace(row["pairs"], reference=sums)
+        found = prepared(**row)
+    of = dict(zip(PAIR_SLOTS, found[1:].tolist(), strict=True))
+    if launched.ranks.rank == 0:
+        rewards = [of["chosen_reward"], of["rejected_reward"]]
+        Path(output).write_text(json.dumps([rewards, [str(sums.dtype), str(found.dtype)]]))
+    close()

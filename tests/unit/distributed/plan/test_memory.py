@@ -409,6 +409,34 @@ def test_the_plan_is_the_peak_with_the_loss_in_chunks(name, arithmetic, checkpoi
     assert 0.99 * peak < found < 1.1 * peak
 
 
+@pytest.mark.parametrize("head", [Head(), None], ids=["in chunks", "from logits"])
+@pytest.mark.parametrize(
+    ("name", "arithmetic", "checkpointing"),
+    [
+        ("gpt2 124M, 4 blocks", "autocast", "none"),
+        pytest.param("few words", "fp32", "full", marks=pytest.mark.wide),
+        pytest.param("llama 8B, 5 blocks", "autocast", "none", marks=pytest.mark.wide),
+    ],
+)
+def test_pairs_of_answers_need_what_is_planned(name, arithmetic, checkpointing, head):
+    """Their logits are made twice, but a chunk at a time; log-probabilities take a few bytes."""
+    case = (*MODELS[name], arithmetic, checkpointing)
+    peak = peak_of_two_steps(*case, head=head, pairs=True)
+    found = plan_of(*case, chunked=head is not None)
+    assert 0.99 * peak < found < 1.1 * peak
+    assert peak < 1.001 * peak_of_two_steps(*case, head=head)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["texts", "pairs"])
+def test_a_frozen_head_needs_no_gradient(pairs):
+    """Below it the gradient of the decoder's output is made once, for pairs too."""
+    case = (*MODELS["llama 1B, 5 blocks"], "fp32", "selective")
+    whole, frozen = (
+        peak_of_two_steps(*case, head=Head(), pairs=pairs, frozen=one) for one in (False, True)
+    )
+    assert whole - frozen > 4 * 32000 * 2048  # its gradient, and the state of its optimizer
+
+
 @pytest.mark.parametrize("trained", [0.5, 0.25])
 @pytest.mark.parametrize("arithmetic", ["fp32", "autocast"])
 def test_with_fewer_trained_tokens_no_more_is_held_than_is_planned(arithmetic, trained):
