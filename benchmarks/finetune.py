@@ -162,7 +162,7 @@ def opening(bench: Bench) -> None:
     bench.say("fill of the blocks of an epoch", fill, "", "≥ 0.97", blocks=blocks)
 
 
-def walk_epoch(path: Path) -> tuple[float, list[Any]]:
+def walk_epoch(path: Path, seq_len: int = SEQ_LEN) -> tuple[float, list[Any]]:
     """Read blocks until every lane has finished its first epoch.
 
     Returns the share of positions that are not padding, and all cursors after each step.
@@ -183,7 +183,7 @@ def walk_epoch(path: Path) -> tuple[float, list[Any]]:
             filled += sum(span.stop - span.start for span in block.spans)
             cursors[g % manifest.lanes] = block.cursors
         steps.append(cursors.copy())
-    return filled / (len(steps) * BLOCKS * (SEQ_LEN + 1)), steps
+    return filled / (len(steps) * BLOCKS * (seq_len + 1)), steps
 
 
 def open_once(config: str, block: int, cursors: str) -> dict[str, float]:

@@ -33,6 +33,7 @@ SECTIONS = {  # program → title, what its command needs, units that are shown 
         ["tokens/CPU s"],
     ),
     "finetune": ("Fine-tuning", " --shared DIR --trl PYTHON", []),
+    "preference": ("Preferences", " --shared DIR --trl PYTHON", []),
     "threads": ("Threads", "", []),
     "data": ("Data", " --data DIR --tokenizer DIR", ["tokens/s"]),
     "checkpoint": ("Checkpoints", "", ["GB/s"]),

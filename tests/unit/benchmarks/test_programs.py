@@ -26,6 +26,7 @@ SMALLEST: dict[str, list[str]] = {
     "loop": ["--only", "steps"],
     "parallel": ["--only", "exchanges", "memory"],
     "plan": [],
+    "preference": ["--only", "head", "step", "fill"],
     "report": [],
     "scaling": ["--only", "checkpoint", "seek"],
     "speedrun": ["--data", "{data}"],

@@ -111,7 +111,7 @@ def test_where_nothing_is_near_the_keys_beside_it_are_named(name):
 
 
 def test_only_names_that_many_people_type_are_known():
-    assert 55 <= len(foreign()) <= 80
+    assert 55 <= len(foreign()) <= 84
 
 
 def test_foreign_names_lead_to_keys_that_exist():

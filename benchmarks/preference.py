@@ -1,0 +1,250 @@
+"""What does a run on pairs of answers cost beside a run on conversations, and beside TRL?
+
+CPU time on one core. Head and loss stand beside those of conversations, a step beside one of a run
+on the same answers as conversations, the pass for the reference beside a step, and whole epochs
+beside TRL's DPOTrainer (PYTHON has it) with the same weights and pairs. `same` trains strings with
+both, and compares their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from _trl_pairs import base_of, contender, same as compare_numbers, speed as compare_speed
+from finetune import walk_epoch
+from harness import (
+    ROOT,
+    Bench,
+    apart,
+    around,
+    config_of,
+    llama,
+    main,
+    peak_mb,
+    turns,
+    unsaved,
+)
+
+PAIRS, GPT2, QWEN3 = "preference/train.jsonl", "tokenizers/gpt2", "tokenizers/qwen3"
+TOKENS, HIDDEN, VOCABULARY = 2048, 192, 8192
+SHAPE = llama(192, 4, 3, 512, 0, 2048)
+SIZES = {
+    "rounds": (7, 2),  # of head and loss
+    "tokens": (TOKENS, 128),
+    "steps": (20, 2),  # of `same`
+    "of_a_run": (5, 3),  # steps of each run of `step`
+    "blocks": (1, 1),  # of a step
+    "turns": (1, 1),  # runs of each
+    "pairs": (32, 2),  # of `trl`, at most
+}
+FILL = 2048
+
+
+def shared(bench: Bench, *names: str) -> list[Path] | None:
+    """Files of `--shared`; None, and a row that says so, where one is missing."""
+    places = [(bench.asked.shared or ROOT.parent / "shared" / "data") / name for name in names]
+    absent = [name for name, place in zip(names, places, strict=True) if not place.exists()]
+    if absent:
+        bench.say(f"{bench.part}: skipped, as --shared has no {', '.join(absent)}", None)
+    return None if absent else [place.resolve() for place in places]
+
+
+def head(bench: Bench) -> None:
+    """Forward and backward of head and loss, all positions trained, with a head that is or not."""
+    tokens = bench.sizes.tokens
+    for kind, goal in (("trained", "≤ 1.5"), ("frozen", "≤ 1.05")):
+        works = {name: head_work(name, tokens, kind == "trained") for name in ("chat", "pairs")}
+        least: dict[str, float] = {}
+        for _, name in turns(works, bench.sizes.rounds):
+            began = time.process_time()
+            works[name]()
+            spent = time.process_time() - began
+            least[name] = min(spent, least.get(name, spent))
+        more = {"tokens": tokens, "hidden": HIDDEN, "vocabulary": VOCABULARY}
+        name = f"head and loss of pairs over those of conversations, {kind} head"
+        bench.say(name, least["pairs"] / least["chat"], "×", goal, **more)
+        asked = {"what": "head", "name": "pairs", "tokens": tokens, "kind": kind}
+        peak = apart(__file__, asked)["mb"]
+        bench.say("  peak of pairs", peak, "MB")
+        planned = planned_mb(tokens, kind == "trained")
+        bench.say("  over the plan's row", peak / planned, "×", "≤ 1", mb=planned)
+
+
+def head_work(name: str, tokens: int, trained: bool) -> Callable[[], None]:
+    import torch
+
+    from llmtrain.config.schema import PreferenceConfig
+    from llmtrain.model.cross_entropy import linear_cross_entropy, log_probs
+    from llmtrain.model.preference import loss_and_sums, sequence_sums
+    from llmtrain.pairs import PairTensors
+
+    torch.manual_seed(1)
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = (torch.randn(VOCABULARY, HIDDEN) / HIDDEN**0.5).requires_grad_(trained)
+    labels = torch.randint(VOCABULARY, (tokens,))
+    lengths = torch.full((4,), tokens // 4)
+    sizes = lengths.view(2, 2).double()
+    asked = PairTensors(lengths, sizes, torch.zeros(2, 2, dtype=torch.float64))
+
+    def work() -> None:
+        hidden.grad = weight.grad = None
+        if name == "chat":
+            loss = linear_cross_entropy(hidden, weight, labels, all_trained=True)
+        else:
+            each = log_probs(hidden, weight, labels, all_trained=True)
+            loss = loss_and_sums(sequence_sums(each, lengths), asked, PreferenceConfig(loss="dpo"))[
+                0
+            ]
+        loss.backward()
+
+    return work
+
+
+def head_alone(name: str, tokens: int, kind: str) -> dict[str, float]:
+    """The memory that head and loss need beyond the operands, in a process of its own."""
+    work = head_work(name, tokens, kind == "trained")
+    head_work("chat", 64, kind == "trained")()  # what torch loads and makes once
+    before = peak_mb()
+    work()
+    return {"mb": peak_mb() - before}
+
+
+def planned_mb(tokens: int, trained: bool) -> float:
+    from types import SimpleNamespace
+
+    from llmtrain.distributed.plan.memory import Layout, head_bytes
+    from llmtrain.training.start.planning import chunk_of
+
+    count = VOCABULARY * HIDDEN
+    shape: Any = SimpleNamespace(
+        vocabulary=VOCABULARY, hidden=HIDDEN, head=count, head_trained=trained, token_rows=0
+    )
+    saved: Any = SimpleNamespace(plain_head=True)
+    work: Any = SimpleNamespace(seq_len=tokens, precision="fp32", chunk=chunk_of("cpu"))
+    whole, _ = head_bytes(shape, saved, work, Layout("ddp", "none", 1, 1, "last"))
+    return whole / 1e6
+
+
+# Runs
+
+
+def as_talks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Both answers of each pair as conversations of their own."""
+    return [
+        {"messages": [*row["prompt"], *row[key]]} for row in rows for key in ("chosen", "rejected")
+    ]
+
+
+def step(bench: Bench) -> None:
+    if (places := shared(bench, PAIRS, GPT2)) is None:
+        return
+    rows = [json.loads(line) for line in places[0].read_text("utf-8").splitlines()]
+    files = {"pairs": rows, "chat": as_talks(rows)}
+    base = base_of(bench.folder / "base", SHAPE | {"vocab_size": 50_304}, places[1])
+    for kind in ("full", "LoRA"):
+        found: dict[str, list[dict[str, float]]] = {}
+        for turn, name in turns(files, bench.sizes.turns):
+            data = bench.folder / f"{name}.jsonl"
+            data.write_text("".join(json.dumps(row) + "\n" for row in files[name]))
+            sizes = {"steps": bench.sizes.of_a_run, "blocks": bench.sizes.blocks}
+            own = {"name": name, "lora": kind == "LoRA", "data": str(data), "base": str(base)}
+            place = {"folder": str(bench.folder / f"{kind}-{name}-{turn}")}
+            found.setdefault(name, []).append(
+                apart(__file__, {"what": "run"} | own | sizes | place, 1800)
+            )
+        least = {name: min(run["of_a_token"] for run in runs) for name, runs in found.items()}
+        name = f"{kind}: a step on pairs over one on conversations, by position that is no padding"
+        bench.say(name, least["pairs"] / least["chat"], "×", "≤ 1.15", runs=found)
+        share = min(run["reference"] for run in found["pairs"]) / min(
+            run["of_a_block"] for run in found["pairs"]
+        )
+        goal = "≤ 0.35" if kind == "full" else ""
+        bench.say(f"{kind}: a block of the reference's pass over one of a step", share, "×", goal)
+
+
+def run_of(
+    name: str, lora: bool, data: str, base: str, folder: str, steps: int, blocks: int
+) -> dict[str, float]:
+    """Train, and return CPU seconds of a position and of a block, and of one of the pass."""
+    import llmtrain
+    from llmtrain.training.start import open as opening
+
+    path = config_of(
+        Path(folder),
+        steps=steps,
+        rows=blocks,
+        seq_len=FILL,
+        model={"from": base, "activation_checkpointing": "none"},
+        data={"sources": [{"path": data}]},
+        chat={"too_long": "drop", "train_turns": "last"},
+        training={"micro_batch_size": 1},
+        optimizer={"learning_rate": 1e-5},
+        **({"preference": {"loss": "dpo"}} if name == "pairs" else {}),
+        **({"adapter": {"kind": "lora", "r": 16, "alpha": 32}} if lora else {}),
+    )
+    spent, real, took = list[float](), list[int](), {"reference": 0.0}
+    with_reference = opening.with_reference
+
+    def timed(run: Any, wanted: Any) -> Any:
+        began = time.process_time()
+        found = with_reference(run, wanted)
+        took["reference"] = (time.process_time() - began) / (steps * blocks)
+        return found
+
+    def update(original: Any, run: Any, batch: Any, factor: float) -> None:
+        began = time.process_time()
+        original(run, batch, factor)
+        spent.append(time.process_time() - began)
+        real.append(batch.real_tokens)
+
+    with mock.patch.object(opening, "with_reference", timed), around(update=update, save=unsaved):
+        llmtrain.train(llmtrain.load_config(path))
+    warm = spent[1:]
+    return took | {"of_a_token": sum(warm) / sum(real[1:]), "of_a_block": min(warm) / blocks}
+
+
+def fill(bench: Bench) -> None:
+    if (places := shared(bench, PAIRS, QWEN3)) is None:
+        return
+    path = config_of(
+        bench.folder,
+        rows=32,
+        seq_len=FILL,
+        model={"config": {"model_type": "llama"}, "tokenizer": str(places[1])},
+        data={"sources": [{"path": str(places[0])}]},
+        chat={"too_long": "drop"},
+        preference={"loss": "dpo"},
+    )
+    share, steps = walk_epoch(path, FILL)
+    name = f"fill of blocks of {FILL:,}, an epoch of the pairs, Qwen3's tokenizer"
+    bench.say(name, share, "", "≥ 0.96", blocks=32 * len(steps))
+
+
+def beside_trl(bench: Bench, part: Callable[..., None], *names: str) -> None:
+    if (places := shared(bench, *names)) is None:
+        return
+    if bench.asked.trl is None:
+        bench.say(f"{bench.part}: skipped, as no --trl names an environment with it", None)
+    else:
+        part(bench, __file__, *places)
+
+
+def trl(bench: Bench) -> None:
+    beside_trl(bench, compare_speed, PAIRS, GPT2)
+
+
+def numbers(bench: Bench) -> None:
+    beside_trl(bench, compare_numbers)
+
+
+if __name__ == "__main__":
+    parts = {"head": head, "step": step, "fill": fill}
+    parts |= {"trl": trl, "same": numbers}
+    children = {"head": head_alone, "run": run_of, "trl": contender}
+    paths = {"shared": False, "trl": False}  # a folder of data; an interpreter that has TRL
+    main(__doc__, parts, SIZES, paths=paths, child=children)
