@@ -40,8 +40,6 @@ class Pairs:
 class PairTensors:
     """What the loss of the pairs in some rows is computed from, on the device.
 
-    It is no mapping, since FSDP2 would round the numbers in one to the dtype of the forward.
-
     lengths: (2N,) int64, how many trained positions of these rows each sequence has, in order; they
         are all trained positions of the rows
     sizes: (N, 2) fp64, trained tokens of both sequences, also where a process has a part of a row

@@ -70,7 +70,7 @@ def test_processes_that_share_rows_train_the_same_margins_as_one(server, tmp_pat
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_in_bf16_the_reference_keeps_its_bits(server, tmp_path, strategy):
-    """FSDP2 rounds tensors of floating point in mappings that the forward is given."""
+    """FSDP2 would round all tensors of floating point that a forward is given."""
     folder, output = tmp_path / "two", tmp_path / "result.json"
     folder.mkdir()
     codes = server.run(["call", "helpers.paired", "given", str(output), strategy], 2, folder)
