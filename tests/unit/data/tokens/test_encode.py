@@ -201,6 +201,72 @@ def test_rows_and_answers_that_are_context(place):
     assert str(encode(encoder, row).bad) == "one of its answers is excluded from training"
 
 
+def forms_of(prompt, chosen, rejected):
+    """A pair of strings in each form, as a row and the name of the form."""
+    asked = talk(prompt)
+    good, bad = ([{"role": "assistant", "content": one}] for one in (chosen, rejected))
+    human = [{"from": "human", "value": prompt}]
+    start = f"\n\nHuman: {prompt}\n\nAssistant: "
+    yield "pairs", {"prompt": asked, "chosen": good, "rejected": bad}
+    yield "pairs", {"prompt": asked, "chosen": chosen, "rejected": rejected}
+    yield "pairs", {"chosen": asked + good, "rejected": asked + bad}
+    yield "pairs", {"prompt": prompt, "chosen": asked + good, "rejected": asked + bad}
+    yield "pairs", {"chosen": start + chosen, "rejected": start + rejected}
+    yield (
+        "pairs_sharegpt",
+        {
+            "conversations": human,
+            "chosen": {"from": "gpt", "value": chosen},
+            "rejected": {"from": "gpt", "value": rejected},
+        },
+    )
+    yield "pairs_alpaca", {"instruction": prompt, "chosen": chosen, "rejected": rejected}
+    given = {"messages": asked, "tools": [], "parallel_tool_calls": True}
+    yield (
+        "pairs_openai",
+        {"input": given, "preferred_output": good, "non_preferred_output": bad},
+    )
+
+
+TEXTS = [
+    ("Hi?", "Yes.", "No."),
+    ("Say  two\nlines.", "a\n b ", " c"),
+    ("é 管理", "👩‍👩‍👧", "x = [1, 2]\n"),
+]
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "gemma"])
+@pytest.mark.parametrize("texts", TEXTS)
+def test_every_form_has_the_same_ids(place, name, texts):
+    encoder = of_case(place, name)
+    first, *others = (encode(encoder, row, form) for form, row in forms_of(*texts))
+    assert first.second
+    for one in others:
+        assert one.bad is None
+        assert one.ids.tolist() == first.ids.tolist()
+        assert one.trained.tolist() == first.trained.tolist()
+        assert one.second == first.second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chatml", "thinking"])
+def test_forms_found_in_the_wild_have_the_ids_of_their_pairs(place, name):
+    folder, encoder = vocabularies.shared("preference"), of_case(place, name)
+
+    def rows(path):
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+    known = {encode(encoder, row).ids.tobytes() for row in rows(folder / "train.jsonl")}
+    forms = {"sharegpt_ranking": "pairs_sharegpt", "alpaca_ranking": "pairs_alpaca"}
+    forms |= {"openai": "pairs_openai"}
+    for path in sorted((folder / "forms").glob("*.jsonl")):
+        if path.stem.startswith("kto") or path.stem == "trl_explicit_text":
+            continue
+        for row in rows(path):
+            found = encode(encoder, row, forms.get(path.stem, "pairs"))
+            assert found.ids.tobytes() in known, path.stem
+
+
 # What is too long: lengths by words of one token each.
 def long_row(chosen, rejected):
     return {
