@@ -13,7 +13,7 @@ BEHIND = (Cursor(1, 2, 3, 4),)
 
 
 def manifest(document_mask):
-    names = {"document_mask": document_mask, "hides_documents": document_mask, "answers": None}
+    names = {"document_mask": document_mask, "hides_documents": document_mask, "chat": None}
     return SimpleNamespace(seq_len=4, lanes=5, labels=("a", "b"), **names)
 
 
