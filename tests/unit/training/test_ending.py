@@ -97,7 +97,10 @@ def test_what_was_dropped_and_what_was_replaced_are_two_events(tmp_path):
 
 def test_a_skipped_unit_alone_is_told(tmp_path):
     assert [*told(tmp_path, skipped=1)] == ["dropped_documents"]
-    assert told(tmp_path / "long", too_long=2)["dropped_documents"]["too_long"] == 2
+
+
+def test_what_is_too_long_is_told(tmp_path):
+    assert told(tmp_path, too_long=2)["dropped_documents"] == {"source": "notes", "too_long": 2}
 
 
 def test_held_out_documents_alone_are_no_event(tmp_path):
