@@ -48,7 +48,8 @@ def base(server, tmp_path_factory):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_held_out_pairs_are_told_apart_after_tuning(server, base, tmp_path, seed):
-    rows = [json.loads(line) for line in (shared("preference") / "train.jsonl").open()]
+    text = (shared("preference") / "train.jsonl").read_text("utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
     rows.sort(key=lambda row: mix(seed, *row["id"].encode()))
     for name, part in (("heldout", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
         text = "".join(json.dumps(row) + "\n" for row in part)
