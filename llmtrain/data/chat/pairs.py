@@ -157,6 +157,9 @@ def _parts(row: JsonObject, form: str) -> tuple[object, Sequence[object]]:
 
 def _of_pairs(row: JsonMapping) -> tuple[object, Sequence[object]]:
     prompt, given = row.get("prompt"), [row.get(name) for name in _OURS]
+    for name, one in zip(_OURS, given, strict=True):
+        if one is None:
+            raise BadRowError("answer", f"{name} is null")
     texts = [one for one in given if isinstance(one, str)]
     if len(texts) == 2:
         if all(one.startswith(_BEGINS) for one in texts):

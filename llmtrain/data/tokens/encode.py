@@ -122,7 +122,7 @@ class DocumentEncoder:
         if max(lengths) > room // 2 if self.apart else sum(lengths) > room:
             both = " + ".join(f"{length:,}" for length in lengths)
             most = f"{room // 2:,} each, half of" if self.apart else f"{room:,} together in"
-            fits = _when_too_long(chat, f"a pair of {both} tokens, at most {most} data.seq_len")
+            fits = _when_too_long(chat, f"{both} tokens, at most {most} data.seq_len")
             cut = truncate_pair(halves, room, apart=self.apart) if fits else None
             if cut is None or cut[0] == cut[1]:
                 return Encoded(_NO_IDS, counts={TOO_LONG: 1, **({"equal": 1} if cut else {})})

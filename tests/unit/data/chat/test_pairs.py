@@ -195,6 +195,7 @@ LONGER = [A, *talk("So?", "So.")]
         ({"prompt": [U], "chosen": [], "rejected": [B]}, "answer", "chosen is blank"),
         ({"prompt": [U], "chosen": None, "rejected": [B]}, "answer", "chosen is null"),
         ({"prompt": [U], "rejected": [B]}, "answer", "chosen is null"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "answer", "rejected is null"),
         (
             {"prompt": [U], "chosen": [{**A, "content": " "}], "rejected": [B]},
             *("answer", "turn 1: the assistant's answer is blank"),

@@ -296,7 +296,7 @@ def test_a_pair_that_is_too_long_is_bad_and_both_lengths_are_told(place, sizes):
     found = encode(of_case(place, "chatml", seq_len=sum(lengths) - 1), long_row(10, 14))
     assert found.bad.key == "too_long"
     assert str(found.bad) == (
-        f"a pair of {lengths[0]} + {lengths[1]} tokens, at most {sum(lengths) - 1} together in "
+        f"{lengths[0]} + {lengths[1]} tokens, at most {sum(lengths) - 1} together in "
         "data.seq_len; chat.too_long=drop or truncate"
     )
 
@@ -309,7 +309,7 @@ def test_with_blocks_of_their_own_each_half_has_half_of_a_block(place, sizes):
     assert encode(encoder, long_row(2, 14)).bad is None
     encoder = of_case(place, "chatml", seq_len=room - 2, apart=True)
     assert str(encode(encoder, long_row(2, 14)).bad) == (
-        f"a pair of {lengths[0]} + {lengths[1]} tokens, at most {room // 2 - 1} each, half of "
+        f"{lengths[0]} + {lengths[1]} tokens, at most {room // 2 - 1} each, half of "
         "data.seq_len; chat.too_long=drop or truncate"
     )
     encoder = of_case(place, "chatml", seq_len=room - 2, apart=True, too_long="truncate")
