@@ -36,9 +36,11 @@ class Pairs:
         return Pairs(self.rows[own] - first, self.borders[own], self.keys[own], self.desirable[own])
 
 
-@dataclass(frozen=True, slots=True)
 class PairTensors:
     """What the loss of the pairs in some rows is computed from, on the device.
+
+    It is no mapping and no dataclass: in those, FSDP2 would round the numbers to the dtype of the
+    forward.
 
     lengths: (2N,) int64, how many trained positions of these rows each sequence has, in order; they
         are all trained positions of the rows
@@ -50,12 +52,21 @@ class PairTensors:
         the flat rows
     """
 
-    lengths: torch.Tensor
-    sizes: torch.Tensor
-    reference: torch.Tensor
-    desirable: torch.Tensor | None = None
-    divergence: torch.Tensor | None = None
-    last: torch.Tensor | None = None
+    def __init__(
+        self,
+        lengths: torch.Tensor,
+        sizes: torch.Tensor,
+        reference: torch.Tensor,
+        desirable: torch.Tensor | None = None,
+        divergence: torch.Tensor | None = None,
+        last: torch.Tensor | None = None,
+    ) -> None:
+        self.lengths, self.sizes, self.reference = lengths, sizes, reference
+        self.desirable, self.divergence, self.last = desirable, divergence, last
+
+    def changed(self, **fields: torch.Tensor | None) -> PairTensors:
+        """Return the same with other values of some fields."""
+        return PairTensors(**{**vars(self), **fields})
 
 
 # What a run on pairs of answers sums over the pairs of a step: their number; how many answers are

@@ -6,7 +6,6 @@ of them, whose name says what breaks without it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +57,6 @@ def fsdp_groups(module: FSDPModule) -> list[Any]:
     """Return the groups of parameters that FSDP2 gathers together for a module."""
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
     return groups
-
-
-def keep_inputs(module: FSDPModule) -> None:
-    """Let FSDP2 pass a module's own inputs on as they are; it casts those of the modules in it."""
-    state = module._get_fsdp_state()
-    state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
 
 
 def make_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -123,12 +123,11 @@ def pair_totals(
     totals = torch.zeros(1 + parts, 2 + len(PAIR_SLOTS), dtype=torch.float64, device=device)
     for sums, asked, owners in scored if told else ():
         if asked.divergence is not None:
-            asked = replace(asked, divergence=far)
+            asked = asked.changed(divergence=far)
         totals[0] += _total(sums, asked, preference)
         for part in range(parts):
             own = owners.to(device) == part
-            theirs = replace(
-                asked,
+            theirs = asked.changed(
                 sizes=asked.sizes[own],
                 reference=asked.reference[own],
                 desirable=None if asked.desirable is None else asked.desirable[own],
@@ -198,4 +197,4 @@ def measure_divergence(run: Run, forwards: Sequence[MicroBatch]) -> None:
         scored = [Scores(run.model(each=True, **one), one["pairs"], _NONE) for one in forwards]
     found = divergence_of(scored, run.device, told=run.layout.tells_pairs)
     for one in forwards:
-        one["pairs"] = replace(one["pairs"], divergence=found)
+        one["pairs"] = one["pairs"].changed(divergence=found)

@@ -162,7 +162,7 @@ def given(output: str, strategy: str) -> None:
     row = of_rows(launched, rows_of(99)[:3], asked)
     with launched.engine.evaluating():
         sums = prepared(each=True, **row)
-        row["pairs"] = replace(row["pairs"], reference=sums)
+        row["pairs"] = row["pairs"].changed(reference=sums)
         found = prepared(**row)
     of = dict(zip(PAIR_SLOTS, found[1:].tolist(), strict=True))
     if launched.ranks.rank == 0:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed import device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from llmtrain import torch_private
 from llmtrain.torch_private import FakeTensorMode, TorchDispatchMode, unset_fake_temporarily
@@ -98,28 +98,6 @@ def test_unused_parameters_of_a_sharded_group_are_found(tmp_path):
         shapes = [one.sharded_param.shape for one in group.fsdp_params]
         assert shapes == [torch.Size([5, 3]), torch.Size([5])]
         assert [one.unsharded_accumulated_grad for one in group.fsdp_params] == [None, None]
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_sharded_module_is_given_its_inputs_as_they_are(tmp_path):
-    """Else a reference in fp64 would be rounded to bf16. What is inside of it gets bf16."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        seen = []
-        module = nn.Sequential(nn.Linear(3, 5))
-        module.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for one in (module[0], module):
-            fully_shard(one, mesh=device_mesh.init_device_mesh("cpu", (1,)), mp_policy=policy)
-        torch_private.keep_inputs(module)
-        given = torch.ones(1, 3, dtype=torch.float64)
-        assert module(given).dtype == torch.bfloat16
-        module[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
-        module(given)
-        assert seen[-2:] == [torch.float64, torch.bfloat16]
     finally:
         torch.distributed.destroy_process_group()
 

@@ -39,7 +39,7 @@ from llmtrain.distributed.engines import state
 from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few
-from llmtrain.torch_private import fsdp_groups, keep_inputs
+from llmtrain.torch_private import fsdp_groups
 from llmtrain.types import WHOLE, Cut, ModelCut
 
 _log = logging.getLogger(__name__)
@@ -166,7 +166,6 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Shard
     # Ranks or micro-batches may use different parameters (experts). Without this they would reduce
     # tensors of different sizes, and wait for each other permanently.
     module.set_reduce_scatter_unused_params(True)
-    keep_inputs(module)  # numbers of pairs of answers in fp64 would be rounded to bf16
     return module
 
 
