@@ -164,6 +164,7 @@ class ModelShape:
 
     embedding: elements of the input embedding
     head: elements of the output head's matrix; if `tied`, it is that of the input embedding
+    vocabulary: logits of a position; 1 of a model that scores
     block_class: class of the repeated blocks (several are joined by commas); None if the model
         does not name it
     attention: Σ over layers of heads × head size (to count the operations of attention)

@@ -36,6 +36,7 @@ from llmtrain import torch_private
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.model import attention, shape, tensor, trainable
 from llmtrain.model.loss import Head, examine
+from llmtrain.model.scorer import is_scorer
 from llmtrain.model.shape import CANNOT_BUILD, blocks, from_config, on_meta
 from llmtrain.text import first_line
 from llmtrain.types import Saved
@@ -140,7 +141,7 @@ def _count(
         body = _extrapolate(run(1, back=False), run(2, back=True), number)
     else:
         body = run(number, back=True)
-    body = replace(body, plain_head=plain)
+    body = replace(body, plain_head=plain or is_scorer(model_config))
     head = whole.get_output_embeddings()
     if arithmetic == "autocast" and isinstance(head, nn.Linear) and not targets:
         rows = -(-head.out_features // tensor_parallel)

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import tensor, trainable
-from llmtrain.model.scorer import auto_class
+from llmtrain.model.scorer import auto_class, is_scorer
 from llmtrain.text import first_line
 from llmtrain.torch_private import ATTENTIONS, GROUPED_PRODUCT
 from llmtrain.types import Algorithm, ModelShape, ParameterShape
@@ -152,7 +152,7 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
             for p in model.parameters()
         ),
         hidden=getattr(described, "hidden_size", None) or width,
-        vocabulary=described.vocab_size,
+        vocabulary=1 if is_scorer(model.config) else described.vocab_size,
         embedding=0 if embedding is None else embedding.numel(),
         head=0 if head is None else head.numel(),
         tied=head is not None and head is embedding,

@@ -174,11 +174,13 @@ def test_its_memory_is_counted_and_its_shape_has_no_head(tmp_path):
     described = shape.describe_parameters(config)
     assert (described.head, described.tied, described.blocks) == (0, False, 2)
     assert described.parameters[-1].shape == (1, 16)
+    assert described.vocabulary == 1  # so that no logits are planned
     causal = build.model_config(ModelConfig(), TOKENS, SEQ_LEN, saved(tmp_path / "c"))
     ours, theirs = (
         count.count_saved(one, SEQ_LEN, "fp32", "none", (), None, ()) for one in (config, causal)
     )
     assert (ours.blocks, ours.once) == (theirs.blocks, theirs.once)
+    assert ours.plain_head
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # by peft
