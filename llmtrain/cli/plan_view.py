@@ -185,7 +185,7 @@ def _reference(found: Plan) -> Iterator[str]:
     if found.work.answers == "feedback":
         forwards = "one forward of each block before step 1, and one more in each step"
     share = f"{forwards}, each {found.reference:.2f} of a block in a step by the formula"
-    yield from _label("reference", f"{share}; 32 B a pair in each process and on the disk")
+    yield from _label("reference", f"{share}; 40 B a pair in each process and on the disk")
 
 
 def _speeds(found: Plan) -> Iterator[str]:

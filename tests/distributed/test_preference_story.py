@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmtrain.hashing import mix
 from llmtrain.tools.use.export.export import export
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 HELD_OUT = 120
 MODEL = {

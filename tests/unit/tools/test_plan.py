@@ -525,7 +525,7 @@ def test_a_loss_of_pairs_has_the_rows_of_chat_and_a_pass_before_it(tmp_path):
     assert judged.reference == pytest.approx(forward / (4 * forward + 2 * head), rel=0.01)
     lines = " ".join(" ".join(plan_lines(pairs)).split())
     assert "one forward of each block of an epoch before step 1" in lines
-    assert "32 B a pair in each process" in lines
+    assert "40 B a pair in each process" in lines
     assert "and one more in each step" in " ".join(" ".join(plan_lines(judged)).split())
     assert not [line for line in plan_lines(chat) if line.startswith("reference")]
     assert pairs.to_json()["reference_share"] == pairs.reference
