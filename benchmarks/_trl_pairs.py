@@ -185,7 +185,7 @@ def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
         "cpu": cpu_seconds() - began,
         "peak_mb": peak_mb(),
         "pairs": len(trainer.train_dataset),
-        "figures": [[line[name] for name in THEIRS] for line in logged],
+        "figures": [[line[name] for name in THEIRS] for line in logged if steps],
         "version": version("trl"),
     }
 
