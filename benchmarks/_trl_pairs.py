@@ -34,7 +34,7 @@ def speed(bench: Bench, script: str, pairs: Path, tokenizer: Path) -> None:
     base, data = base_of(bench.folder / "base", SHAPE, tokenizer), bench.folder / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = {"what": "trl", "base": str(base), "data": str(data), "count": len(rows)}
-    for kind in ("full", "LoRA"):
+    for kind in bench.sizes.kinds:
         found: dict[str, list[dict[str, Any]]] = {}
         for turn, one in turns(NAMES, bench.sizes.turns):
             place = bench.folder / f"{kind}-{one}-{turn}"

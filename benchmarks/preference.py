@@ -39,6 +39,7 @@ SIZES = {
     "steps": (20, 2),  # of `same`
     "of_a_run": (5, 3),  # steps of each run of `step`
     "blocks": (1, 1),  # of a step
+    "kinds": (("full", "LoRA"), ("full", "LoRA")),  # of `step` and `trl`
     "turns": (1, 1),  # runs of each
     "pairs": (32, 2),  # of `trl`, at most
 }
@@ -146,7 +147,7 @@ def step(bench: Bench) -> None:
     rows = [json.loads(line) for line in places[0].read_text("utf-8").splitlines()]
     files = {"pairs": rows, "chat": as_talks(rows)}
     base = base_of(bench.folder / "base", SHAPE | {"vocab_size": 50_304}, places[1])
-    for kind in ("full", "LoRA"):
+    for kind in bench.sizes.kinds:
         found: dict[str, list[dict[str, float]]] = {}
         for turn, name in turns(files, bench.sizes.turns):
             data = bench.folder / f"{name}.jsonl"
