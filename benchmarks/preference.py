@@ -32,6 +32,7 @@ from harness import (
 
 PAIRS, GPT2, QWEN3 = "preference/train.jsonl", "tokenizers/gpt2", "tokenizers/qwen3"
 TOKENS, HIDDEN, VOCABULARY = 2048, 192, 8192
+LARGE = 50_304  # entries, where memory is measured: beside little, code that is loaded is much
 SHAPE = llama(192, 4, 3, 512, 0, 2048)
 SIZES = {
     "rounds": (7, 2),  # of head and loss
@@ -76,7 +77,9 @@ def head(bench: Bench) -> None:
         bench.say("  over the plan's row", peak / planned, "×", "≤ 1", mb=planned)
 
 
-def head_work(name: str, tokens: int, trained: bool) -> Callable[[], None]:
+def head_work(
+    name: str, tokens: int, trained: bool, vocabulary: int = VOCABULARY
+) -> Callable[[], None]:
     import torch
 
     from llmtrain.config.schema import PreferenceConfig
@@ -86,8 +89,8 @@ def head_work(name: str, tokens: int, trained: bool) -> Callable[[], None]:
 
     torch.manual_seed(1)
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
-    weight = (torch.randn(VOCABULARY, HIDDEN) / HIDDEN**0.5).requires_grad_(trained)
-    labels = torch.randint(VOCABULARY, (tokens,))
+    weight = (torch.randn(vocabulary, HIDDEN) / HIDDEN**0.5).requires_grad_(trained)
+    labels = torch.randint(vocabulary, (tokens,))
     lengths = torch.full((4,), tokens // 4)
     sizes = lengths.view(2, 2).double()
     asked = PairTensors(lengths, sizes, torch.zeros(2, 2, dtype=torch.float64))
@@ -108,8 +111,8 @@ def head_work(name: str, tokens: int, trained: bool) -> Callable[[], None]:
 
 def head_alone(name: str, tokens: int, kind: str) -> dict[str, float]:
     """The memory that head and loss need beyond the operands, in a process of its own."""
-    work = head_work(name, tokens, kind == "trained")
-    head_work("chat", 64, kind == "trained")()  # what torch loads and makes once
+    work = head_work(name, tokens, kind == "trained", LARGE)
+    head_work(name, 64, kind == "trained", 64)()  # what torch loads and makes once
     before = peak_mb()
     work()
     return {"mb": peak_mb() - before}
@@ -121,9 +124,9 @@ def planned_mb(tokens: int, trained: bool) -> float:
     from llmtrain.distributed.plan.memory import Layout, head_bytes
     from llmtrain.training.start.planning import chunk_of
 
-    count = VOCABULARY * HIDDEN
+    count = LARGE * HIDDEN
     shape: Any = SimpleNamespace(
-        vocabulary=VOCABULARY, hidden=HIDDEN, head=count, head_trained=trained, token_rows=0
+        vocabulary=LARGE, hidden=HIDDEN, head=count, head_trained=trained, token_rows=0
     )
     saved: Any = SimpleNamespace(plain_head=True)
     work: Any = SimpleNamespace(seq_len=tokens, precision="fp32", chunk=chunk_of("cpu"))
@@ -171,9 +174,12 @@ def step(bench: Bench) -> None:
 def run_of(
     name: str, lora: bool, data: str, base: str, folder: str, steps: int, blocks: int
 ) -> dict[str, float]:
-    """Train, and return CPU seconds of a position and of a block, and of one of the pass."""
+    """Train, and return CPU seconds of a position and of a block, and of one of the pass.
+
+    Reading and tokenizing are in none of them.
+    """
     import llmtrain
-    from llmtrain.training.start import open as opening
+    from llmtrain.training.start import reference
 
     path = config_of(
         Path(folder),
@@ -189,13 +195,12 @@ def run_of(
         **({"adapter": {"kind": "lora", "r": 16, "alpha": 32}} if lora else {}),
     )
     spent, real, took = list[float](), list[int](), {"reference": 0.0}
-    with_reference = opening.with_reference
+    score = reference._Pass._score
 
-    def timed(run: Any, wanted: Any) -> Any:
+    def timed(one: Any, batch: Any, *more: Any) -> None:
         began = time.process_time()
-        found = with_reference(run, wanted)
-        took["reference"] = (time.process_time() - began) / (steps * blocks)
-        return found
+        score(one, batch, *more)
+        took["reference"] += (time.process_time() - began) / (steps * blocks)
 
     def update(original: Any, run: Any, batch: Any, factor: float) -> None:
         began = time.process_time()
@@ -203,7 +208,7 @@ def run_of(
         spent.append(time.process_time() - began)
         real.append(batch.real_tokens)
 
-    with mock.patch.object(opening, "with_reference", timed), around(update=update, save=unsaved):
+    with mock.patch.object(reference._Pass, "_score", timed), around(update=update, save=unsaved):
         llmtrain.train(llmtrain.load_config(path))
     warm = spent[1:]
     return took | {"of_a_token": sum(warm) / sum(real[1:]), "of_a_block": min(warm) / blocks}
