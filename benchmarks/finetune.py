@@ -348,9 +348,9 @@ def load_as_rank(config: str) -> None:
     cpu, seen = torch.device("cpu"), dict[str, int]()
     build, prepare = weights._build, weights._prepare
 
-    def built(*given: Any) -> Any:
+    def built(*given: Any, **more: Any) -> Any:
         seen["before"] = memory.reset_peak(cpu)
-        return build(*given)
+        return build(*given, **more)
 
     def loaded(config: Any, model: Any, processes: Any, *more: Any) -> Any:
         prepare(config, model, processes, *more)

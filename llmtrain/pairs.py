@@ -99,7 +99,8 @@ def pair_figures(sums: Sequence[float]) -> dict[str, float | None]:
 
     chosen, rejected = mean("chosen_reward", "chosen"), mean("rejected_reward", "rejected")
     lost = mean("chosen_logp", "chosen_tokens")
-    of_feedback = of["chosen"] + of["rejected"] == of["pairs"]  # else both are the number of pairs
+    # Else both are the number of pairs.
+    of_feedback = of["pairs"] and of["chosen"] + of["rejected"] == of["pairs"]
     return {
         "pairs": round(of["pairs"]),
         "accuracy": mean("correct", "pairs"),

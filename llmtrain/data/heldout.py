@@ -402,17 +402,19 @@ def training_rows(source: Source, u: int, seed: int, reader: Reader) -> Iterator
         yield row, str(rows.text(row)[0])
 
 
+def held_out_rows(source: Source, seed: int, reader: Reader) -> Iterator[tuple[int, int, str]]:
+    """Yield the held-out documents of a source of text, each as its unit, its row and its text."""
+    for u in source.heldout_units:
+        for rows, row in _rows(source, u, seed, reader, heldout=True):
+            assert isinstance(rows, Rows), "a token cache has no texts"
+            yield u, row, str(rows.text(row)[0])
+
+
 def texts(sources: Sequence[Source], seed: int, reading: Reading) -> Iterator[str]:
     """Yield the held-out documents of sources of text, from the sources in turn."""
     reader = Reader(reading)
-
-    def of(source: Source) -> Iterator[str]:
-        for u in source.heldout_units:
-            for rows, row in _rows(source, u, seed, reader, heldout=True):
-                assert isinstance(rows, Rows), "a token cache has no texts"
-                yield str(rows.text(row)[0])
-
-    return in_turn([of(source) for source in sources])
+    every = (held_out_rows(source, seed, reader) for source in sources)
+    return in_turn([(text for _, _, text in rows) for rows in every])
 
 
 def _rows(

@@ -25,7 +25,10 @@ _MEASURES = {
     "accuracy": "held-out accuracy",
 }
 # What the loss of pairs depends on beside the model.
-_OF_PAIRS = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
+_OF_PAIRS = (
+    *("loss", "beta", "label_smoothing", "gamma", "sft_weight"),
+    *("desirable_weight", "undesirable_weight"),
+)
 
 
 @dataclass(frozen=True, slots=True)

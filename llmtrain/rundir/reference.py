@@ -43,9 +43,9 @@ class Column:
     keys: (N, 2) uint64
     values: (N, 2) fp64
     blocks: (N,) int64, number of the block in which a pair was scored
-    seconds: that this start has computed for it; not in the file
     made_with: what the values depend on besides the pairs, as names and short values
-    walked: how far the data was read for them
+    walked: how far the data was read for them, and digests of the columns that it grew out of
+    seconds, pairs_a_block: what this start has seen as it computed it; not in the file
     """
 
     keys: np.ndarray
@@ -54,6 +54,7 @@ class Column:
     made_with: JsonMapping = field(default_factory=dict)
     walked: JsonMapping = field(default_factory=dict)
     seconds: float = 0.0
+    pairs_a_block: float = 0.0
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -68,11 +69,9 @@ class Column:
         hashed.update(self.blocks.astype("<i8").tobytes())
         return hashed.hexdigest()
 
-    @property
-    def pairs_a_block(self) -> float:
-        """How many pairs a block of the training data had, on average, where they were scored."""
-        blocks = self.blocks[self.blocks < BEHIND]
-        return len(blocks) / (int(blocks.max()) + 1) if len(blocks) else 0.0
+    def continues(self, digest: str) -> bool:
+        """Whether it is the column of that digest, or has grown out of it."""
+        return digest in (self.digest, *self.walked.get("earlier", ()))
 
     def to_json(self) -> JsonObject:
         """Return the field of a `start` line that tells of it."""

@@ -1,12 +1,13 @@
 """Runs on pairs of answers: the same on any number of processes, under each strategy, resumed."""
 
 import json
+import math
 import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
-from helpers import preferred
+from helpers import chats, corpus, preferred
 from helpers.tiny import lines, status, weights
 from safetensors.numpy import load_file
 
@@ -83,6 +84,7 @@ CUTS = {
     "rows": (2, {"sequence_parallel": 2}),
     "matrices beside fsdp2": (4, {"tensor_parallel": 2, "strategy": "fsdp2"}),
 }
+WHOLE = (*STARTS, "rows")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,8 @@ CUTS = {
     [
         pytest.param(kind, start, marks=pytest.mark.slow if sweep else ())
         for kind, start in product(("full", "lora"), STARTS | CUTS)
-        for sweep in (kind == "lora" and start not in ("ddp on 2", "zero3 on 2", "matrices"),)
+        # The cuts are in `test_pairs.py` too, where they cost less.
+        for sweep in (start not in (WHOLE if kind == "full" else ("ddp on 2", "zero3 on 2")),)
     ],
     indirect=["kind"],
 )
@@ -222,6 +225,9 @@ def test_chosen_and_rejected_exchanged_turn_every_sign(server, tmp_path):
         trained(server, tmp_path / name, preferred.config_of(tmp_path / name, given))
     for split in ("one", "two"):
         assert lines(tmp_path / split / "run", "train")[-1]["margin"] > 0
+    first, second = (lines(tmp_path / split / "run", "train")[0] for split in ("one", "two"))
+    assert first["chosen_logp"] == pytest.approx(second["rejected_logp"], abs=1e-4)
+    assert first["rejected_logp"] == pytest.approx(second["chosen_logp"], abs=1e-4)
     trained_on = [reference.load(tmp_path / one / "run" / REFERENCE) for one in ("one", "two")]
     straight, turned = (sorted(map(tuple, one.values.tolist())) for one in trained_on)
     turned = sorted((chosen, rejected) for rejected, chosen in turned)
@@ -229,7 +235,7 @@ def test_chosen_and_rejected_exchanged_turn_every_sign(server, tmp_path):
         assert one == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.parametrize(("micro", "world_size"), [(1, 3), (2, 1), (4, 1)])
+@pytest.mark.parametrize(("micro", "world_size"), [(1, 3), (2, 2), (4, 1)])
 def test_micro_batches_and_processes_do_not_change_the_weights(server, tmp_path, micro, world_size):
     size = {"training__global_batch_size": 12}
     for name, each, count in (("one", 1, 1), ("other", micro, world_size)):
@@ -271,6 +277,9 @@ def test_a_longer_run_computes_what_it_lacks_with_the_weights_it_began_with(serv
             trained(server, folder, config)
             fewer = len(reference.load(folder / "run" / REFERENCE))
             config["training"]["steps"] = STEPS
+            # Its only checkpoint names the column that had fewer pairs.
+            killed = {"LLMTRAIN_FAULTS": "loop.step@step=3=kill"}
+            trained(server, folder, config, code=-9, **killed)
         trained(server, folder, config)
     columns = [reference.load(folder / "run" / REFERENCE) for folder in (short, long)]
     assert fewer < len(columns[0])
@@ -293,6 +302,10 @@ def test_another_run_with_the_same_base_takes_the_column(server, straight, tmp_p
     trained(server, other, config, code=2)
     assert "preference.reference" in said(other)
     assert "was made with another template" in said(other)
+    config["chat"]["template"] = "chatml"
+    config["model"]["pad_vocab_to"] = 3000  # other rows have a part in each probability
+    trained(server, other, config, code=2)
+    assert "was made with another vocabulary" in said(other)
     config["preference"]["reference"] = str(tmp_path / "base")
     trained(server, other, config, code=2)
     assert "has no reference.safetensors" in said(other)
@@ -306,7 +319,14 @@ def judged(server, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("start", ["ddp on 3", "zero3 on 2", "matrices", "blocks", "rows"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "ddp on 3",
+        "blocks",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero3 on 2", "matrices", "rows")),
+    ],
+)
 def test_feedback_is_the_same_on_any_number_of_processes(server, judged, tmp_path, start):
     world_size, keys = (STARTS | CUTS)[start]
     shutil.copytree(judged / "base", tmp_path / "base")
@@ -320,6 +340,43 @@ def test_feedback_is_the_same_on_any_number_of_processes(server, judged, tmp_pat
         [line["divergence"] for line in one], abs=1e-6
     )
     assert any(line["divergence"] > 0 for line in one)
+
+
+def test_a_killed_run_on_feedback_goes_on_with_equal_bits(server, judged, tmp_path):
+    shutil.copytree(judged / "base", tmp_path / "base")
+    config = preferred.config_of(tmp_path, preferred.feedback(80), "kto")
+    config["checkpoint"]["every_steps"] = 2
+    trained(server, tmp_path, config, code=-9, LLMTRAIN_FAULTS="loop.step@step=4=kill")
+    trained(server, tmp_path, config)
+    assert weights(tmp_path / "run", STEPS) == weights(judged / "run", STEPS)
+
+
+def test_other_held_out_pairs_are_scored_before_the_run_goes_on(server, tmp_path):
+    rows = preferred.pairs(70)
+    config = preferred.config_of(tmp_path, rows[:50], evaluation__max_documents=20)
+    config["evaluation"]["sources"] = [
+        {"path": str(corpus.write_jsonl(tmp_path / "held.jsonl", rows[50:55]))}
+    ]
+    config["data"]["heldout"] = 0.0
+    config["checkpoint"]["accept_changes"] = ["evaluation"]
+    trained(server, tmp_path, config)
+    other = corpus.write_jsonl(tmp_path / "other.jsonl", rows[55:])
+    config["evaluation"]["sources"] = [{"path": str(other)}]
+    config["training"]["steps"] = STEPS + 2
+    config["evaluation"]["every_steps"] = STEPS + 2
+    trained(server, tmp_path, config)
+    assert lines(tmp_path / "run", "eval")[-1]["pairs"] == len(rows) - 55
+
+
+def test_truncated_pairs_are_trained_with_a_finite_loss(server, tmp_path):
+    config = preferred.config_of(tmp_path, preferred.pairs(60), data__seq_len=64)
+    config["chat"]["too_long"] = "truncate"
+    found = trained(server, tmp_path, config)
+    assert all(math.isfinite(line["loss"]) and line["pairs"] for line in found)
+    state = json.loads(
+        (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "trainer_state.json").read_text()
+    )
+    assert state["data"]["counts"]["rows.jsonl"]["truncated"] > 0
 
 
 def test_token_rows_beside_an_adapter_do_not_move_the_reference(server, tmp_path):
@@ -348,6 +405,10 @@ def test_the_record_of_a_run_on_pairs_is_json_with_its_figures(straight):
         (straight / "run" / "checkpoints" / f"step-{STEPS:08d}" / "trainer_state.json").read_text()
     )
     assert state["reference"] == column.digest
+    checkpoint = straight / "run" / "checkpoints" / f"step-{STEPS:08d}"
+    if (checkpoint / "generation_config.json").exists():  # a tuned model stops
+        ends = json.loads((checkpoint / "generation_config.json").read_text())["eos_token_id"]
+        assert chats.plain(checkpoint).token_to_id("<|im_end|>") in ends
 
 
 RARE = {"zero1 on 2": (2, {"strategy": "zero1"})}

@@ -157,7 +157,7 @@ CASES = {
     ),
     "preference pairs": (
         chat_lora([{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}] * 20),
-        ["data.sources.0.columns = chosen, rejected", "export, then trl"],
+        ["data.sources.0.columns = chosen, rejected", "preference.loss=dpo"],
     ),
     "an adapter that matches no layer": (
         chat_lora(rows_of(20), "adapter", targets=["q_projj"]),

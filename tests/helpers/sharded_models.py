@@ -39,7 +39,9 @@ class Rare(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(tie_word_embeddings=False, get_text_config=SimpleNamespace)
+        self.config = SimpleNamespace(
+            tie_word_embeddings=False, get_text_config=SimpleNamespace, architectures=None
+        )
         self.embed = nn.Embedding(uneven.VOCABULARY, 7)
         self.layers = nn.ModuleList(Block(7) for _ in range(2))
         self.head = nn.Linear(7, uneven.VOCABULARY, bias=False)

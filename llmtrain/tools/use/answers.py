@@ -10,6 +10,7 @@ A pair whose answers have more tokens than the model has positions is left out a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -23,7 +24,7 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import ChatConfig, Config, PreferenceConfig
 from llmtrain.data import heldout
 from llmtrain.data.chat.chat import Chat
-from llmtrain.data.documents.reader import Reading, reading_of
+from llmtrain.data.documents.reader import Reader, Reading, bad_row, reading_of
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import evaluation_sources
 from llmtrain.data.tokens.convert import PROBES
@@ -32,7 +33,7 @@ from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention
 from llmtrain.model.attention import on_device, padding_tensors
-from llmtrain.model.loss import LossModule
+from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.model.preference import loss_and_sums
 from llmtrain.model.tokenizer import save_tokenizer
 from llmtrain.pairs import PairTensors, pair_figures
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+
+_log = logging.getLogger(__name__)
 
 REFERENCE_KEY = "--reference"
 _POSITIONS = 8192  # of a batch, padding included; a single pair may have more
@@ -112,7 +115,8 @@ def compare_answers(
         other = open_model(find_target(str(reference)))
         if ids != other.tokenizer(list(PROBES), add_special_tokens=False).input_ids:
             expected = f"a model with the tokenizer of {target.given}"
-            raise UserError(Problem(REFERENCE_KEY, reference, expected))
+            remedy = "without --data, a run's pairs are compared with its own start"
+            raise UserError(Problem(REFERENCE_KEY, reference, expected, remedy))
         known = score_answers(other, answers, asked, told)
     found = replace(_figures(answers, sums, known, asked), seconds=perf_counter() - start)
     named = None if reference is None else str(reference)
@@ -133,9 +137,10 @@ def read_answers(
     tokens = open_tokenizer(tokenizer)
     how = settings_of(chat.model_copy(update={"too_long": "drop"}), datetime.now().isoformat())
     encoder = DocumentEncoder(tokens, Chat(tokenizer, how, 2 * positions, tokens), apart=True)
-    found, left_out = [], 0
+    reader = Reader(reading)
+    found, left_out, bad = [], 0, 0
     for source in sources:
-        for number, text in enumerate(heldout.texts([source], settings.seed, reading)):
+        for u, row, text in heldout.held_out_rows(source, settings.seed, reader):
             try:
                 encoded = encoder.documents(source, [text])[0]
             except UserError as error:
@@ -144,11 +149,15 @@ def read_answers(
                 remedy = "--as RUN, which measures a model with the template of a run"
                 raise UserError(Problem("--data", given, expected, remedy)) from error
             if encoded.bad is not None and not reading.skip_bad_rows:
-                place = f"{source.path}, row {number}"
-                raise UserError(Problem(place, None, f"a pair of answers: {encoded.bad}"))
+                raise UserError(bad_row(source, u, row, reader, encoded.bad))
             if encoded.second:
                 found.append(encoded)
-            left_out += not encoded.second
+            elif encoded.bad is None:
+                left_out += 1
+            else:
+                bad += 1
+    if bad:
+        _log.warning("%s: %d rows are no pairs and are left out (chat.bad_rows: skip)", given, bad)
     if not found:
         raise UserError(Problem("--data", given, "at least one pair of answers that fits"))
     return AnswersOfFile(sorted(found, key=lambda pair: len(pair.ids)), left_out)
@@ -183,7 +192,10 @@ def score_answers(
 
     attention.rope_by_document(opened.model)
     by_length = attention.rope_change(opened.model) is not None
-    module = LossModule(opened.model, preference=preference)
+    head = examine(opened.model)  # else the logits of a batch would be whole
+    module = LossModule(
+        opened.model, head if isinstance(head, Head) else None, preference=preference
+    )
     found: list[np.ndarray] = []
     with torch.no_grad():
         for batch in _batches(answers.pairs):

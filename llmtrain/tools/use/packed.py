@@ -245,12 +245,18 @@ def _score_pairs(
 def _reference(run_dir: Path) -> Column:
     """Return what the pairs of a run were worth to its reference."""
     path = run_dir / contents.REFERENCE
+    starts = (line for line in record.record(run_dir) if line["kind"] == "start")
+    digests = [line["reference"]["digest"] for line in starts if "reference" in line]
     try:
-        return reference.load(path)
-    except (DamagedColumnError, FileNotFoundError) as error:
-        expected = f"the reference of the run's pairs ({first_line(error)})"
-        remedy = "put the file back; --data PAIRS --reference MODEL compares without it"
-        raise UserError(Problem(str(path), None, expected, remedy)) from error
+        column = reference.load(path)
+        if not digests or column.continues(digests[-1]):
+            return column
+        why = f"its digest is {column.digest}, not {digests[-1]}"
+    except (DamagedColumnError, OSError) as error:
+        why = first_line(error)
+    expected = f"the reference of the run's pairs ({why})"
+    remedy = "put the file back; --data PAIRS --reference MODEL compares without it"
+    raise UserError(Problem(str(path), None, expected, remedy))
 
 
 def _loss(opened: LoadedModel, measured: HeldOutOfRun) -> LossModule:

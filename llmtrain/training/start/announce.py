@@ -163,7 +163,8 @@ def _summary(run: Run, trainable: int) -> list[str]:
         why = why.removeprefix(elsewhere)
     plan, device_bytes = run.processes.planned.memory, run.processes.planned.hardware.device_bytes
     column, size = run.data.reference, training.global_batch_size
-    pairs = f" ≈ {column.pairs_a_block * size:.1f} pairs" if column else ""
+    known = column is not None and column.pairs_a_block
+    pairs = f" ≈ {known * size:.1f} pairs" if known else ""
     memory = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     memory += f" of {device_bytes / 2**30:.1f} GiB"
     recompute = run.processes.planned.layout.activation_checkpointing

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import shutil
 import time
 from contextlib import closing
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 _PART_SECONDS = 60.0  # of work that a killed process loses at most
 _EVERYTHING = "all"
+_PART = re.compile(r"part-(\d+)-\d+-of-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,21 @@ def find_column(
     on_rank_zero(ranks, lambda: _settle(config, path, made_with, found))
     here = agreed(ranks, lambda: reference.load(path) if path.exists() else None)
     column = reference.empty(made_with) if here is None else here
-    walked = column.walked
-    same = walked.get("data") == data.manifest.fingerprint
+    return Wanted(column, not _has_enough(column, config, data))
+
+
+def _has_enough(column: Column, config: Config, data: DataSide) -> bool:
+    """Whether a column has all pairs of this run, and those that are held out."""
+    walked, held, seq_len = column.walked, data.heldout, data.manifest.seq_len
     steps = walked.get("steps", 0)
-    enough = same and (steps == _EVERYTHING or steps >= config.total_steps)
-    return Wanted(column, not enough)
+    if walked.get("data") != data.manifest.fingerprint:
+        return False
+    if steps != _EVERYTHING and steps < config.total_steps:
+        return False
+    if held is None:
+        return True
+    keys = held.pairs_of(range(held.num_blocks(seq_len)), seq_len).keys
+    return bool((column.places(keys) >= 0).all())
 
 
 def _made_with(config: Config, processes: Processes, data: DataSide) -> JsonMapping:
@@ -87,36 +99,39 @@ def _made_with(config: Config, processes: Processes, data: DataSide) -> JsonMapp
     model = processes.bound.values
     seeded = {key: value for key, value in model.items() if key.startswith("model.config")}
     weights = (base.revision or base.digest) if base else f"seed {config.run.seed}: {seeded}"
-    kind = config.adapter.kind
+    kind, kernel = config.adapter.kind, config.training.loss_kernel
     held = "4 bits" if kind == "qlora" else "fp32" if kind == "none" else processes.precision
     return {
         "base": weights,
         "precision": f"{processes.precision}, weights in {held}",
         "template": manifest.chat.template if manifest.chat else "",
         "tokenizer": manifest.tokenizer.digest,
+        "vocabulary": f"padded to {config.model.pad_vocab_to}",
+        "kernel": f"attention {config.model.attention_backend}, loss {kernel}",
     }
 
 
 def _settle(config: Config, path: Path, made_with: JsonMapping, found: ResumePoint | None) -> None:
     """Leave the column of this run at `path`, or nothing (rank 0)."""
     accepted = is_accepted(KEY, config.checkpoint.accept_changes)
+    digest = found.state.get("reference") if found else None  # a loss before may have had none
     if path.exists():
         try:
             column = reference.load(path)
             why = _made_with_others(column, made_with)
-            if found is not None and found.state.get("reference") != column.digest:
-                why = f"is not that of {found.name}: its digest is {column.digest}"
+            if digest is not None and not column.continues(digest):
+                why = f"is another one: its digest is {column.digest}, not {digest}"
         except DamagedColumnError as error:
             why = f"is damaged ({error})"
         if why is None:
             return
-        if found is not None and not accepted:
+        if digest is not None and not accepted:
             expected = f"the reference that this run began with; the file {why}"
             remedy = f"put it back, or {way_out(KEY)}: it is computed again"
             raise UserError(Problem(str(path), None, expected, remedy))
         _log.warning("%s %s, and is made again", path, why)
         path.unlink()
-    elif found is not None and not accepted:
+    elif digest is not None and not accepted:
         expected = "the reference that this run began with; the file is gone"
         remedy = f"put it back, or {way_out(KEY)}: it is computed again"
         raise UserError(Problem(str(path), None, expected, remedy))
@@ -161,6 +176,7 @@ def with_reference(run: Run, wanted: Wanted | None) -> Run:
     path, parts = run.run_dir / contents.REFERENCE, run.run_dir / contents.REFERENCE_PARTS
     on_rank_zero(run.ranks, lambda: parts.mkdir(exist_ok=True))
     before, number = agreed(run.ranks, lambda: _read_parts(parts, wanted.column))
+    number = run.ranks.highest(number)  # a network disk may show a file to some ranks only
     known, began = wanted.column.plus(before), time.perf_counter()
     made = _Pass(run, known, parts, number)
     with run.engine.evaluating():
@@ -170,7 +186,9 @@ def with_reference(run: Run, wanted: Wanted | None) -> Run:
 
     def join() -> None:
         column = known.plus(_read_parts(parts, known)[0])
-        walked = {"data": run.data.manifest.fingerprint, "steps": steps}
+        walked: dict[str, object] = {"data": run.data.manifest.fingerprint, "steps": steps}
+        if wanted.column.walked:  # checkpoints of this run name the column that it grew out of
+            walked["earlier"] = [*wanted.column.walked.get("earlier", ()), wanted.column.digest]
         replace(column, walked=walked).save(path)
         shutil.rmtree(parts)
 
@@ -179,7 +197,8 @@ def with_reference(run: Run, wanted: Wanted | None) -> Run:
     new, seconds = len(column) - len(wanted.column), time.perf_counter() - began
     said = f"{len(column):,} pairs, {new:,} of them new"
     _log.info("reference %s: %d forwards on this process, %.1f s", said, made.forwards, seconds)
-    column = replace(column, seconds=seconds)
+    mean = made.pairs / made.blocks if made.blocks else 0.0
+    column = replace(column, seconds=seconds, pairs_a_block=mean)
     return replace(run, data=replace(run.data, reference=column))
 
 
@@ -192,8 +211,8 @@ def _read_parts(parts: Path, column: Column) -> tuple[list[Column], int]:
     """
     written: dict[tuple[int, int], list[Path]] = {}
     for path in parts.glob(f"part-*{contents.TENSOR_FILE}"):
-        number, _, _, size = path.name.removeprefix("part-").split(".")[0].split("-")
-        written.setdefault((int(number), int(size)), []).append(path)
+        if name := _PART.fullmatch(path.name):
+            written.setdefault((int(name[1]), int(name[2])), []).append(path)
     found: list[Column] = []
     for (_, count), paths in sorted(written.items()):
         try:
@@ -214,6 +233,7 @@ class _Pass:
     parts: the directory for what is scored
     number: how often something was written there
     forwards: of micro-batches, so far
+    pairs, blocks: how many were read
     """
 
     run: Run
@@ -221,6 +241,8 @@ class _Pass:
     parts: Path
     number: int
     forwards: int = 0
+    pairs: int = 0
+    blocks: int = 0
     _seen: set[tuple[int, int]] = field(default_factory=set)
     _new: list[Column] = field(default_factory=list)
     _written: float = field(default_factory=time.perf_counter)
@@ -255,6 +277,8 @@ class _Pass:
                 batch = agreed(run.ranks, lambda: next(stream))
                 system.beat("a step of the reference", number, run.steps)
                 self._score(batch)
+                self.pairs += len(batch.pairs.rows) if batch.pairs else 0
+                self.blocks += len(batch.ids)
                 for lane, cursors in batch.cursors.items():
                     if all(one.epoch >= end for one, end in zip(cursors, ends[lane], strict=True)):
                         left.discard(lane)

@@ -274,8 +274,7 @@ def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> P
         sizes = tokens, config.data.seq_len
         described = build.model_config(config.model, *sizes, base, scores=scores)
     if config.preference.answers and (noise := build.without_noise(described)):
-        what = "0, since pairs are compared with what the run began with"
-        _log.info("dropout   %s: %s", ", ".join(noise), what)
+        _log.info("dropout   %s: 0, as in every run on pairs of answers", ", ".join(noise))
     return described
 
 

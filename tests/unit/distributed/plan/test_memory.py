@@ -415,7 +415,7 @@ def test_the_plan_is_the_peak_with_the_loss_in_chunks(name, arithmetic, checkpoi
     [
         ("gpt2 124M, 4 blocks", "autocast", "none"),
         pytest.param("few words", "fp32", "full", marks=pytest.mark.wide),
-        pytest.param("llama 8B, 5 blocks", "autocast", "none", marks=pytest.mark.wide),
+        pytest.param("llama 8B, 5 blocks", "autocast", "none", marks=pytest.mark.slow),
     ],
 )
 def test_pairs_of_answers_need_what_is_planned(name, arithmetic, checkpointing, head):
