@@ -34,7 +34,7 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_checkpoint_of_a_chain_goes_on_under_another_cut(server, tmp_path, tied):
     config = tiny_config(
         tmp_path / "run",

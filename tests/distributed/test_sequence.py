@@ -30,7 +30,7 @@ def alone(server, tmp_path_factory):
         ("ddp", 2),
         ("fsdp2", 2),
         pytest.param("ddp", 4, marks=pytest.mark.wide),
-        pytest.param("fsdp2", 4, marks=pytest.mark.wide),
+        pytest.param("fsdp2", 4, marks=pytest.mark.slow),
     ],
 )
 def test_shared_rows_are_trained_as_by_one_process(server, tmp_path, alone, strategy, world_size):

@@ -33,7 +33,8 @@ def cut(faulty, how, name="a"):
 
 
 KILLED_UNDER = [
-    *("matrices beside fsdp2", "blocks beside ddp"),
+    "matrices beside fsdp2",
+    pytest.param("blocks beside ddp", marks=pytest.mark.slow),
     pytest.param("blocks beside fsdp2", marks=pytest.mark.slow),
 ]
 

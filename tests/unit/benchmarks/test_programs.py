@@ -26,7 +26,7 @@ SMALLEST: dict[str, list[str]] = {
     "loop": ["--only", "steps"],
     "parallel": ["--only", "exchanges", "memory"],
     "plan": [],
-    "preference": ["--only", "head", "step", "fill"],
+    "preference": ["--only", "head"],
     "report": [],
     "scaling": ["--only", "checkpoint", "seek"],
     "speedrun": ["--data", "{data}"],
