@@ -132,11 +132,11 @@ def test_a_reference_with_another_tokenizer_is_refused(models, tmp_path):
         evaluate(models / "one", written(tmp_path), reference=tmp_path / "other")
 
 
-def test_rows_that_are_no_pairs_are_refused_by_file_and_row(models, tmp_path):
+def test_rows_that_are_no_pairs_are_refused_by_file_and_line(models, tmp_path):
     equal = {"prompt": "Why?", "chosen": "So.", "rejected": "So."}
     with pytest.raises(UserError, match="chosen and rejected are equal") as caught:
         evaluate(models / "one", written(tmp_path, [*ROWS, equal]), reference=models / "two")
-    assert caught.value.problems[0].key.endswith("pairs.jsonl, row 9")
+    assert caught.value.problems[0].key.endswith("pairs.jsonl, line 10")
     texts = corpus.write_jsonl(tmp_path / "texts.jsonl", [{"text": "A text."}])
     with pytest.raises(UserError, match="these are documents of text"):
         evaluate(models / "one", texts, reference=models / "two")
