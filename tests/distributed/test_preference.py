@@ -425,3 +425,37 @@ def test_twenty_steps_are_the_same_within_rounding(server, tmp_path, kind, start
         trained(server, tmp_path / name, config, count)
     one, other = (lines(tmp_path / name / "run", "train") for name in ("one", "other"))
     check_equal(other, one, within=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_the_reference_is_no_second_model(server, tmp_path, strategy):
+    """The base is read once, by rank 0, and the run's own module is what scores the pairs."""
+    config = preferred.config_of(tmp_path, preferred.pairs(60))
+    config["distributed"] = {"strategy": strategy}
+    path = preferred.write(tmp_path, config)
+    how = ["helpers.odd_ranks", "noting_what_is_built", path, str(tmp_path / "seen")]
+    assert server.run(["call", *how], 2, tmp_path) == [0, 0], said(tmp_path)
+    seen = [json.loads((tmp_path / f"seen.{rank}").read_text()) for rank in (0, 1)]
+    expected = [1, 0] if strategy == "fsdp2" else [1, 1]
+    assert [len(one["read"]) for one in seen] == expected
+    assert (tmp_path / "run" / REFERENCE).exists()
+
+
+def test_each_held_out_pair_counts_once_on_any_number_of_processes(server, tmp_path):
+    """Seventeen of them, which no number of processes here divides."""
+    rows = preferred.pairs(67)
+    found = []
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        config = preferred.config_of(folder, rows[17:], evaluation__max_documents=100)
+        held = corpus.write_jsonl(folder / "held.jsonl", rows[:17])
+        config["evaluation"]["sources"] = [{"path": str(held)}]
+        config["data"]["heldout"] = 0.0
+        config["training"]["steps"] = 3
+        trained(server, folder, config, world_size)
+        found.append(lines(folder / "run", "eval")[-1])
+    assert [line["pairs"] for line in found] == [17] * 3
+    assert len({line["accuracy"] for line in found}) == 1
+    for line in found[1:]:
+        for key in ("loss", "margin", "chosen_reward", "rejected_reward"):
+            assert line[key] == pytest.approx(found[0][key], abs=1e-6)
