@@ -23,7 +23,17 @@ from unittest import mock
 
 import harness
 from _trl import compare, contender
-from harness import ROOT, SAMPLE, Bench, Contender, apart, config_of, llama, prepared, turns
+from harness import (
+    SAMPLE,
+    Bench,
+    Contender,
+    apart,
+    config_of,
+    llama,
+    prepared,
+    shared,
+    turns,
+)
 
 # Nothing heavy here: the parts import what they measure.
 
@@ -40,15 +50,6 @@ SIZES = {
     "first": (50, 2),
     "after": (10, 2),
 }
-
-
-def shared(bench: Bench, *names: str) -> list[Path] | None:
-    """Files of `--shared`; None, and a row that says so, where one is missing."""
-    places = [(bench.asked.shared or ROOT.parent / "shared" / "data") / name for name in names]
-    absent = [name for name, place in zip(names, places, strict=True) if not place.exists()]
-    if absent:
-        bench.say(f"{bench.part}: skipped, as --shared has no {', '.join(absent)}", None)
-    return None if absent else [place.resolve() for place in places]
 
 
 # Conversations

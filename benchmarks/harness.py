@@ -160,6 +160,15 @@ class Bench:
             write_rows(self.asked.json, self.rows)
 
 
+def shared(bench: Bench, *names: str) -> list[Path] | None:
+    """Files of `--shared`; None, and a row that says so, where one is missing."""
+    places = [(bench.asked.shared or ROOT.parent / "shared" / "data") / name for name in names]
+    absent = [name for name, place in zip(names, places, strict=True) if not place.exists()]
+    if absent:
+        bench.say(f"{bench.part}: skipped, as --shared has no {', '.join(absent)}", None)
+    return None if absent else [place.resolve() for place in places]
+
+
 def is_met(figure: float | None, goal: str) -> bool | None:
     """Return whether a figure meets its goal; None where one of the two is missing."""
     if figure is None or not goal:

@@ -18,7 +18,6 @@ from unittest import mock
 from _trl_pairs import base_of, contender, same as compare_numbers, speed as compare_speed
 from finetune import walk_epoch
 from harness import (
-    ROOT,
     Bench,
     apart,
     around,
@@ -26,6 +25,7 @@ from harness import (
     llama,
     main,
     peak_mb,
+    shared,
     turns,
     unsaved,
 )
@@ -45,15 +45,6 @@ SIZES = {
     "pairs": (32, 2),  # of `trl`, at most
 }
 FILL = 2048
-
-
-def shared(bench: Bench, *names: str) -> list[Path] | None:
-    """Files of `--shared`; None, and a row that says so, where one is missing."""
-    places = [(bench.asked.shared or ROOT.parent / "shared" / "data") / name for name in names]
-    absent = [name for name, place in zip(names, places, strict=True) if not place.exists()]
-    if absent:
-        bench.say(f"{bench.part}: skipped, as --shared has no {', '.join(absent)}", None)
-    return None if absent else [place.resolve() for place in places]
 
 
 def head(bench: Bench) -> None:
