@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 from llmtrain.config import schema, secrets
 from llmtrain.config.keys import all_keys, general_name, sections
@@ -216,18 +217,19 @@ def whole_with_documents() -> Problem:
     return Problem("training.compile", "model", expected, "training.compile=blocks")
 
 
-# Losses of `preference` that compare with a reference, and those of pairs alone.
-_REFERRING = ("dpo", "dpo_norm", "robust", "ipo", "hinge", "apo_zero")
-_ALONE = ("orpo", "simpo", "cpo")
+_LOSSES = tuple(name for name in get_args(schema.PreferenceLoss) if name != "none")
+_OF_PAIRS = tuple(name for name in _LOSSES if name not in ("kto", "reward"))
 # Key of `preference` → the losses that use it.
 _USERS: Mapping[str, tuple[str, ...]] = {
-    "beta": (*_REFERRING, *_ALONE, "kto"),
+    "beta": (*_OF_PAIRS, "kto"),
     "label_smoothing": ("dpo", "dpo_norm", "robust", "simpo", "cpo"),
     "gamma": ("simpo",),
-    "sft_weight": (*_REFERRING, *_ALONE),
+    "sft_weight": _OF_PAIRS,
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
-    "reference": (*_REFERRING, "kto"),
+    "reference": tuple(
+        name for name in _LOSSES if schema.PreferenceConfig(loss=name).has_reference
+    ),
 }
 
 
