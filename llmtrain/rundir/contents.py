@@ -42,7 +42,6 @@ METRICS = "metrics.jsonl"
 CURSORS = "cursors.jsonl"
 HELDOUT = "eval.safetensors"
 REFERENCE, REFERENCE_PARTS = "reference.safetensors", "reference"
-TENSOR_FILE = ".safetensors"
 REPORT = "report.html"
 LOCK = "lock"
 SHARED = ".shared"  # one name, so that a killed start leaves at most one file

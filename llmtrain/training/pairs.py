@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from llmtrain.training.run.run import Run
 
 
-_NONE = torch.empty(0, dtype=torch.int64)
 Rows = TypeVar("Rows", np.ndarray, Tensor)
 
 
@@ -119,7 +118,7 @@ def pair_totals(
 
     Returns (1 + parts, 2 + K) fp64, added up over all processes; the last is trained tokens.
     """
-    far = divergence_of(scored, device, told=told)
+    far = divergence_of([one[:2] for one in scored], device, told=told)
     totals = torch.zeros(1 + parts, 2 + len(PAIR_SLOTS), dtype=torch.float64, device=device)
     for sums, asked, owners in scored if told else ():
         if asked.divergence is not None:
@@ -173,16 +172,19 @@ def _figures(sums: Sequence[float], documents: int) -> Evaluation | None:
     )
 
 
-def divergence_of(scored: Sequence[Scores], device: torch.device, *, told: bool) -> Tensor:
+def divergence_of(
+    scored: Sequence[tuple[Tensor, PairTensors]], device: torch.device, *, told: bool
+) -> Tensor:
     """Return how far the model is from its reference on answers of other rows: () fp64, in nats.
 
     It is max(0, mean of log p − that of the reference) over all processes. Where no answer of
     another row was scored, it is 0. Collective.
 
+    scored: sums and what is asked, as in `Scores`
     told: whether this process tells the scores of its group
     """
     both = torch.zeros(2, dtype=torch.float64, device=device)
-    for sums, asked, _ in scored if told else ():
+    for sums, asked in scored if told else ():
         counted = asked.sizes[:, 1] > 0
         apart = sums[:, 1] - asked.reference[:, 1]
         both += torch.stack([torch.where(counted, apart, 0.0).sum(), counted.sum().double()])
@@ -194,7 +196,7 @@ def divergence_of(scored: Sequence[Scores], device: torch.device, *, told: bool)
 def measure_divergence(run: Run, forwards: Sequence[MicroBatch]) -> None:
     """Give each micro-batch the divergence of the whole step, by a forward without gradients."""
     with run.engine.evaluating():
-        scored = [Scores(run.model(each=True, **one), one["pairs"], _NONE) for one in forwards]
+        scored = [(run.model(each=True, **one), one["pairs"]) for one in forwards]
     found = divergence_of(scored, run.device, told=run.layout.tells_pairs)
     for one in forwards:
         one["pairs"] = one["pairs"].changed(divergence=found)

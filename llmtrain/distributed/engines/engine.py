@@ -205,7 +205,7 @@ class Engine(Protocol):
             begin_micro_batch(index, len(micro_batches))
             with self.micro(last=index == len(micro_batches) - 1):
                 loss: Tensor = self._model(**micro_batch)
-                self.backward(trained_loss(loss) if loss.ndim else loss, scale)
+                self.backward(trained_loss(loss), scale)
             yield loss.detach()
 
     def micro(self, *, last: bool) -> AbstractContextManager[object]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from llmtrain import faults, system
 from llmtrain.agreement import agreed, on_rank_zero
+from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.files import StoppedError
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import data_settings, is_accepted, way_out
@@ -46,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 _PART_SECONDS = 60.0  # of work that a killed process loses at most
 _EVERYTHING = "all"
-_PART = re.compile(r"part-(\d+)-\d+-of-(\d+)\.safetensors")
+_PART = re.compile(rf"part-(\d+)-\d+-of-(\d+){re.escape(form.TENSORS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def _read_parts(parts: Path, column: Column) -> tuple[list[Column], int]:
     is also what was made with something else.
     """
     written: dict[tuple[int, int], list[Path]] = {}
-    for path in parts.glob(f"part-*{contents.TENSOR_FILE}"):
+    for path in parts.iterdir():
         if name := _PART.fullmatch(path.name):
             written.setdefault((int(name[1]), int(name[2])), []).append(path)
     found: list[Column] = []
@@ -327,5 +328,5 @@ class _Pass:
         self.number += 1
         name = f"part-{self.number}-{self.run.ranks.rank}-of-{self.run.ranks.world_size}"
         column = reference.empty(self.known.made_with).plus(self._new)
-        column.save(self.parts / (name + contents.TENSOR_FILE))
+        column.save(self.parts / (name + form.TENSORS))
         self._written, self._new = time.perf_counter(), []

@@ -6,7 +6,7 @@ import torch
 
 from llmtrain.config.schema import PreferenceConfig
 from llmtrain.pairs import Pairs, PairTensors
-from llmtrain.training.pairs import Scores, divergence_of, in_halves, pair_tensors
+from llmtrain.training.pairs import divergence_of, in_halves, pair_tensors
 from llmtrain.types import NOT_TRAINED
 
 CPU = torch.device("cpu")
@@ -79,14 +79,12 @@ def test_both_halves_of_a_padded_block_are_rows():
 
 
 def scored(numbers, reference, sizes):
-    count = len(numbers)
     asked = PairTensors(
         lengths=torch.empty(0, dtype=torch.int64),
         sizes=torch.tensor(sizes, dtype=torch.float64),
         reference=torch.tensor(reference, dtype=torch.float64),
     )
-    sums = torch.tensor(numbers, dtype=torch.float64)
-    return Scores(sums, asked, torch.zeros(count, dtype=torch.int64))
+    return torch.tensor(numbers, dtype=torch.float64), asked
 
 
 def test_the_divergence_is_the_mean_over_answers_of_other_rows():
