@@ -11,6 +11,7 @@ damage.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,27 @@ def _verify_together(
 
     damage = _vote(ranks, captured(verify_share).error, path.name, damage_is_answer=True)
     return "; ".join(damage)
+
+
+def tensors_digest(path: Path) -> str:
+    """Return the SHA-256, as hex, of all weights and all optimizer state of a checkpoint.
+
+    It covers names, dtypes, shapes and every byte, in the order of the names. So it does not depend
+    on how many files the tensors are divided into. The bytes are not compared with the manifest.
+
+    Raises DamagedError for a file that is missing or has no valid header, OSError if the disk does
+    not answer.
+    """
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(form.BLOCK_BYTES))
+    for name, (file, offset, dtype, shape) in sorted(_find_tensors(path).items()):
+        left = form.tensor_bytes(TensorSpec(dtype, shape))
+        hasher.update(form.canonical([name, dtype, shape]))
+        while left:
+            block = buffer[:left]
+            _read_into(path / file, offset, block)
+            hasher.update(block)
+            offset, left = offset + block.nbytes, left - block.nbytes
+    return hasher.hexdigest()
 
 
 def _find_tensors(path: Path) -> JsonObject:

@@ -23,10 +23,12 @@ _BINDING = (
     *("model.", "data.", "run.seed", "optimizer.", "adapter.", "chat.", "preference."),
     *("training.global_batch_size", "training.precision", "training.loss_kernel"),
     *("training.compile", "training.deterministic", "training.max_grad_norm", "training.z_loss"),
+    "training.same_bits",
     *("evaluation.max_documents", "evaluation.sources"),
 )
 _OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from", "chat.")
 EPOCHS = "training.epochs"
+_GROUPS = "training.micro_batch_size"  # decides the result of a step with `same_bits` alone
 _FREE = (
     *("chat.bad_rows", "data.workers", "data.cache_gb", "data.on_bad_unit"),
     "model.activation_checkpointing",
@@ -38,6 +40,7 @@ _NEWER: Mapping[str, object] = {
     "model.attention_backend": "auto",
     "training.compile": "auto",
     "training.deterministic": False,
+    "training.same_bits": False,
     "data.sources.*.columns": {},
     "evaluation.sources.*.columns": {},
     "data.sources.*.document": "line",
@@ -88,7 +91,7 @@ def bind(config: schema.Config) -> Bound:
     binding = {
         key: value
         for key, value in values.items()
-        if key.startswith(_BINDING)
+        if (key.startswith(_BINDING) or (key == _GROUPS and config.training.same_bits))
         and key not in _FREE
         and not (key.startswith("data.sources.") and key.endswith((".weight", ".path")))
         and unset.get(general_name(key), _NO_DEFAULT) != value
@@ -145,6 +148,7 @@ def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change
     both = (
         Change(key, *(side.get(key, unset.get(general_name(key))) for side in (old, new)))
         for key in {**old, **new}
+        if key != _GROUPS or (key in old and key in new)
     )
     return [change for change in both if change.old != change.new]
 

@@ -54,6 +54,7 @@ _STRATEGIES: Mapping[Algorithm, tuple[str, ...]] = {
     "muon": ("ddp", "hsdp", "fsdp2"),
     "adamw_8bit": ("ddp",),
 }
+EXACT = ("ddp", "fsdp2")  # strategies with an engine for `training.same_bits`
 
 
 def check(config: schema.Config) -> list[Problem]:
@@ -215,6 +216,50 @@ def whole_with_documents() -> Problem:
         "documents, and would be compiled again at each step"
     )
     return Problem("training.compile", "model", expected, "training.compile=blocks")
+
+
+def check_same_bits(
+    training: schema.TrainingConfig,
+    optimizer: schema.OptimizerConfig,
+    distributed: schema.DistributedConfig,
+    preference: schema.PreferenceConfig,
+) -> Iterator[Problem]:
+    """Check that a run with `training.same_bits` asks for nothing that depends on the processes."""
+    if not training.same_bits:
+        return
+    with_it = "with training.same_bits"
+    if training.micro_batch_size == "auto":
+        expected = f"a whole number {with_it}: the blocks of a micro-batch decide the bits"
+        yield Problem("training.micro_batch_size", "auto", expected, "training.micro_batch_size=4")
+    if (precision := training.precision) != "fp32":
+        expected = f"fp32 {with_it}: other precisions are not measured"
+        yield Problem("training.precision", precision, expected, "training.precision=fp32")
+    if (compiled := training.compile) not in ("auto", "off"):
+        expected = f"off {with_it}: compiled kernels are not measured"
+        yield Problem("training.compile", compiled, expected, "training.compile=off")
+    if (strategy := distributed.strategy) not in ("auto", *EXACT):
+        expected = f"{' or '.join(EXACT)} {with_it}: other strategies add up in their own order"
+        yield Problem("distributed.strategy", strategy, expected, "distributed.strategy=fsdp2")
+    if distributed.fsdp_sync == "last":
+        expected = f"auto or every {with_it}: each micro-batch is added up by itself"
+        yield Problem("distributed.fsdp_sync", "last", expected, "distributed.fsdp_sync=auto")
+    for name in ("tensor_parallel", "pipeline_parallel", "sequence_parallel"):
+        key, size = f"distributed.{name}", getattr(distributed, name)
+        if size not in ("auto", 1):
+            yield Problem(key, size, f"1 {with_it}: a model that is cut has other sums", f"{key}=1")
+    if (name := optimizer.name) == "adamw_8bit" or (name == "muon" and strategy == "fsdp2"):
+        yield inexact_optimizer(name)
+    if preference.loss == "kto":
+        expected = f"another loss {with_it}: kto takes the mean over all answers of a step"
+        yield Problem("preference.loss", "kto", expected, "training.same_bits=false")
+
+
+def inexact_optimizer(name: Algorithm) -> Problem:
+    """Return the problem of an optimizer whose sums depend on the processes."""
+    why = f"what {name} adds up depends on how tensors are divided"
+    expected = f"adamw, or muon under ddp, with training.same_bits: {why}"
+    remedy = "optimizer.name=adamw" + (", or distributed.strategy=ddp" if name == "muon" else "")
+    return Problem("optimizer.name", name, expected, remedy)
 
 
 _LOSSES = tuple(name for name in get_args(schema.PreferenceLoss) if name != "none")
@@ -407,6 +452,7 @@ RULES: tuple[Rule, ...] = (
     check_duration,
     check_micro_batch,
     check_compile,
+    check_same_bits,
     check_preference,
     check_pair_loss,
     check_pipeline,

@@ -224,6 +224,10 @@ class TrainingConfig(Section):
     """Whether only operations that give equal bits each time are used, on CUDA too, where they are
     slower.
     """
+    same_bits: Annotated[bool, EXPERT] = False
+    """Whether weights and moments are the same to the bit on any number of processes, under ddp and
+    fsdp2; then `micro_batch_size` is a part of the result. It needs `precision: fp32`.
+    """
 
 
 class GroupConfig(Section):

@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.config.checks import check_batch, check_micro_batch
+from llmtrain.config.checks import EXACT, check_batch, check_micro_batch
 from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch import named
 from llmtrain.distributed.plan.memory import FSDP, ZERO
@@ -244,6 +244,8 @@ def _other_than(
         expected = "bf16, as mixed_precision in the accelerate file"  # `no` is only its default
         remedy = "training.precision=auto, or mixed_precision: 'no' in the accelerate file"
         yield Problem("training.precision", "fp32", expected, remedy)
+    if training.same_bits:
+        yield from _inexact(env, distributed)
     key, asked = "fsdp_transformer_layer_cls_to_wrap", distributed.wrap_class
     if kind == "fsdp" and (wrapped := named.value(env, key) or asked) != asked:
         expected = f"{asked}, as distributed.wrap_class says, or no such key"
@@ -261,6 +263,21 @@ def _other_than(
     cut, processes = model_cut(env, distributed), world_size(env)
     yield from strategy_problems(launched or strategy, processes, cut)
     yield from split_problems(training, processes, cut)
+
+
+def _inexact(env: Mapping[str, str], distributed: DistributedConfig) -> Iterator[Problem]:
+    """Yield why a launch has no engine for `training.same_bits`, unless the config says it too."""
+    launched = named.named_strategy(env)
+    known = launched or ("zero" if named.named_family(env) == "zero" else "ddp")
+    if known not in EXACT and distributed.strategy == "auto":
+        expected = f"{' or '.join(EXACT)} with training.same_bits: others add up in their own order"
+        remedy = f"{named.example('fsdp2')}, or {_plain()}"
+        yield Problem("the strategy of the launch", known, expected, remedy)
+    for name, key in (("tp", "tensor_parallel"), ("sp", "sequence_parallel")):
+        size, own = named.side(env, name), getattr(distributed, key)
+        if own == "auto" and size > 1:
+            expected = "1 with training.same_bits: a model that is cut has other sums"
+            yield Problem(f"parallelism_config_{name}_size", size, expected, _plain())
 
 
 def strategy_problems(strategy: str, processes: int, cut: ModelCut) -> Iterator[Problem]:

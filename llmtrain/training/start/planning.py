@@ -22,7 +22,13 @@ import torch
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import is_foreign
-from llmtrain.config.checks import strategies_with, strategy_problem, unsplit
+from llmtrain.config.checks import (
+    EXACT,
+    inexact_optimizer,
+    strategies_with,
+    strategy_problem,
+    unsplit,
+)
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import template_tokens
 from llmtrain.distributed.engines import pipeline, sequence, zero
@@ -286,9 +292,15 @@ def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:
     that splits the weights of `adapter.kind: qlora`.
     """
     launched = allowed_strategies(env, config.distributed.strategy)
+    if config.training.same_bits:
+        launched = tuple(name for name in launched if name in EXACT)
     allowed = strategies_with(config.optimizer.name, launched)
     if not allowed:
         raise UserError(strategy_problem(config.optimizer.name, launched[0]))
+    if config.training.same_bits and config.optimizer.name == "muon":
+        if "ddp" not in allowed:
+            raise UserError(inexact_optimizer("muon"))
+        allowed = ("ddp",)
     if config.adapter.kind != "qlora":
         return allowed
     if "ddp" not in allowed:

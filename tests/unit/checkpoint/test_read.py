@@ -1,5 +1,6 @@
 import ast
 import errno
+import hashlib
 import json
 import os
 import re
@@ -111,6 +112,32 @@ def test_damage_in_any_share_is_found_by_all_ranks(root):
     search = found(root, 3)
     assert search.found.step == 4
     assert "optimizer-00001-of-00001.safetensors: the digest of bytes" in search.quarantined[0][1]
+
+
+def digest_by_plain_code(held):
+    """Of tensors by name, as `tensors_digest` describes it."""
+    hasher = hashlib.sha256()
+    kinds = {name: spec for part in SPEC.values() for name, spec in part.items()}
+    for name in sorted(held):
+        said = [name, kinds[name].dtype, list(kinds[name].shape)]
+        hasher.update(json.dumps(said, separators=(",", ":")).encode())
+        hasher.update(held[name].view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def test_the_digest_of_all_tensors_depends_on_each_bit_and_not_on_the_division_in_files(tmp_path):
+    weights, moments = SPEC["model.safetensors"], SPEC["optimizer-00001-of-00001.safetensors"]
+    first = {"a.weight": weights["a.weight"]}
+    others = {name: tensor for name, tensor in weights.items() if name not in first}
+    sharded = {"z.safetensors": first, "model-2.safetensors": others, "o.safetensors": moments}
+    held = tensors(SPEC)
+    for step, spec in enumerate((SPEC, sharded), 1):
+        save(tmp_path, step, spec, whole(spec, held))
+        found = read.tensors_digest(tmp_path / form.directory_name(step))
+        assert found == digest_by_plain_code(held)
+    for file in sharded:
+        with damage.struck(tmp_path / "step-00000002" / file, lambda path: flip(path, -1)):
+            assert read.tensors_digest(tmp_path / "step-00000002") != digest_by_plain_code(held)
 
 
 def test_a_name_that_is_taken_gets_a_number(root):

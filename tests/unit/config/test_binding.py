@@ -226,3 +226,18 @@ def test_adapters_bind_a_run_and_without_any_it_is_bound_as_before_there_were_an
     assert ("adapter.r", 16, 3) in differences(lora, loaded(tmp_path, *asked, "adapter.r=3"))
     changed = {key for key, _, _ in differences(loaded(tmp_path, asked[0]), lora)}
     assert "adapter.kind" in changed
+
+
+def test_the_micro_batch_is_frozen_where_it_decides_the_bits(tmp_path):
+    exact = ("training.same_bits=true", "training.precision=fp32", "training.micro_batch_size=2")
+    old, other = loaded(tmp_path, *exact), loaded(tmp_path, *exact, "training.micro_batch_size=1")
+    assert [tuple(one) for one in differences(old, other)] == [("training.micro_batch_size", 2, 1)]
+    without = loaded(tmp_path, *exact, "training.same_bits=false")
+    assert [tuple(one) for one in differences(old, without)] == [
+        ("training.same_bits", True, False)
+    ]
+    assert [tuple(one) for one in differences(without, old)] == [
+        ("training.same_bits", False, True)
+    ]
+    smaller = loaded(tmp_path, *exact[1:], "training.micro_batch_size=1")
+    assert not differences(without, smaller)

@@ -6,6 +6,7 @@ from helpers.config import loaded, problems
 from llmtrain.config.binding import dump
 from llmtrain.config.checks import check, check_batch
 from llmtrain.config.schema import Config, PreferenceConfig
+from llmtrain.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -369,3 +370,44 @@ def test_what_a_loss_of_pairs_does_not_have_is_refused(tmp_path, override, loss,
 
 def test_prompts_are_continued_in_a_run_on_pairs(tmp_path):
     assert problems(tmp_path, "evaluation.prompts=[a]", "preference.loss=dpo") == {}
+
+
+EXACT = ("training.same_bits=true", "training.precision=fp32", "training.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("training.micro_batch_size=auto", "a whole number"),
+        ("training.precision=auto", "fp32"),
+        ("training.precision=bf16", "not measured"),
+        ("training.compile=blocks", "not measured"),
+        ("distributed.strategy=zero2", "ddp or fsdp2"),
+        ("distributed.strategy=hsdp", "ddp or fsdp2"),
+        ("distributed.strategy=fsdp2_offload", "ddp or fsdp2"),
+        ("distributed.fsdp_sync=last", "auto or every"),
+        ("distributed.tensor_parallel=2", "cut"),
+        ("distributed.pipeline_parallel=2", "cut"),
+        ("distributed.sequence_parallel=2", "cut"),
+        ("optimizer.name=adamw_8bit", "muon under ddp"),
+        ("preference.loss=kto", "mean over all answers"),
+    ],
+)
+def test_what_depends_on_the_number_of_processes_is_refused_with_same_bits(
+    tmp_path, override, reason
+):
+    assert loaded(tmp_path, *EXACT).training.same_bits is True
+    with pytest.raises(UserError) as caught:
+        loaded(tmp_path, *EXACT, override)
+    [problem] = caught.value.problems
+    assert problem.key == override.partition("=")[0]
+    assert reason in problem.expected
+    assert "with training.same_bits" in problem.expected
+    loaded(tmp_path, *EXACT, override, "training.same_bits=false")
+
+
+def test_muon_needs_whole_matrices_for_the_same_bits(tmp_path):
+    asked = (*EXACT, "optimizer.name=muon")
+    loaded(tmp_path, *asked, "distributed.strategy=ddp")
+    with pytest.raises(UserError, match="how tensors are divided"):
+        loaded(tmp_path, *asked, "distributed.strategy=fsdp2")
