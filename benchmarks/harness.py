@@ -435,11 +435,14 @@ def stream_of(
     manifest: Any, directory: Path, blocks: int, workers: int = 0, **more: Any
 ) -> contextlib.closing[Any]:
     """Return the batches of one process, for a `with`. blocks: in a step; more: to `open_stream`"""
+    from llmtrain.batch_size import BatchSize
     from llmtrain.data.documents.reader import Reading
     from llmtrain.data.stream import open_stream
 
     more |= {"rank": 0, "world_size": 1, "workers": workers, "reading": Reading(600)}
-    return contextlib.closing(open_stream(manifest, directory, blocks_per_step=blocks, **more))
+    return contextlib.closing(
+        open_stream(manifest, directory, batch=BatchSize.constant(blocks), **more)
+    )
 
 
 @contextlib.contextmanager

@@ -75,7 +75,8 @@ def plan_lines(found: Plan) -> Iterator[str]:
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
     yield from _cut(found)
-    blocks = f"{work.global_batch_size:,} blocks of {work.seq_len:,} tokens a step"
+    blocks = f"{found.batch.of(1):,} blocks of {work.seq_len:,} tokens a step"
+    blocks += found.batch.later(1)
     yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
     yield ""
     yield from _memory(found)

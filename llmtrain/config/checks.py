@@ -171,36 +171,63 @@ def check_duration(training: schema.TrainingConfig) -> Iterator[Problem]:
         yield Problem("training.steps", value, expected, f"{by_epochs}, or {by_steps}")
 
 
-def check_micro_batch(training: schema.TrainingConfig) -> list[Problem]:
+def check_growth(training: schema.TrainingConfig) -> Iterator[Problem]:
+    """Check that the sizes of a batch that grows are in the order of the steps, from the first."""
+    asked = training.global_batch_size
+    if isinstance(asked, int):
+        return
+    key, before = "training.global_batch_size", 0
+    for number, one in enumerate(asked):
+        expected = f"a step behind {before}, where the size before it begins"
+        if not number and one.from_step != 1:
+            yield Problem(f"{key}.0.from_step", one.from_step, "1: the first size is of step 1 on")
+        elif one.from_step <= before:
+            yield Problem(f"{key}.{number}.from_step", one.from_step, expected)
+        before = one.from_step
+
+
+def _batch_sizes(training: schema.TrainingConfig) -> Iterator[tuple[str, int]]:
+    """Yield each size of the global batch, with its key."""
+    key, asked = "training.global_batch_size", training.global_batch_size
+    if isinstance(asked, int):
+        yield key, asked
+    else:
+        yield from ((f"{key}.{number}.size", one.size) for number, one in enumerate(asked))
+
+
+def check_micro_batch(training: schema.TrainingConfig) -> Iterator[Problem]:
     """Check that the global batch is a multiple of the micro-batch."""
-    micro, total = training.micro_batch_size, training.global_batch_size
-    if micro == "auto" or total % micro == 0:
-        return []
-    expected = f"a multiple of training.micro_batch_size {micro}"
-    return [Problem("training.global_batch_size", total, expected, _nearest(total, micro))]
+    micro = training.micro_batch_size
+    if micro != "auto":
+        expected = f"a multiple of training.micro_batch_size {micro}"
+        for key, total in _batch_sizes(training):
+            if total % micro:
+                yield Problem(key, total, expected, _nearest(total, micro))
 
 
 def check_batch(
     training: schema.TrainingConfig, world_size: int, what: str = "processes"
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Check that the global batch can be split over `world_size` processes, and micro-batches.
 
     what: as the message names the processes
     """
     if world_size == 1:
-        return check_micro_batch(training)
-    micro, total = training.micro_batch_size, training.global_batch_size
+        yield from check_micro_batch(training)
+        return
+    micro = training.micro_batch_size
     unit = world_size * (1 if micro == "auto" else micro)
-    if total % unit == 0:
-        return []
     split = f"{world_size} {what}" + ("" if micro == "auto" else f" × micro-batch {micro}")
     expected = f"a multiple of {split} = {unit}"
-    remedy = _nearest(total, unit)
-    if micro != "auto" and total % world_size == 0:
-        share = total // world_size
-        fitting = max(size for size in range(1, micro + 1) if share % size == 0)
-        remedy += f", or training.micro_batch_size={fitting}"
-    return [Problem("training.global_batch_size", total, expected, remedy)]
+    share, rest = divmod(training.batch.unit, world_size)
+    for key, total in _batch_sizes(training):
+        if total % unit == 0:
+            continue
+        remedy = _nearest(total, unit)
+        if micro != "auto" and not rest:
+            fitting = max(size for size in range(1, micro + 1) if share % size == 0)
+            remedy += f", or training.micro_batch_size={fitting}"
+        yield Problem(key, total, expected, remedy)
 
 
 def check_compile(training: schema.TrainingConfig, data: schema.DataConfig) -> Iterator[Problem]:
@@ -450,6 +477,7 @@ RULES: tuple[Rule, ...] = (
     check_length,
     check_packing,
     check_duration,
+    check_growth,
     check_micro_batch,
     check_compile,
     check_same_bits,

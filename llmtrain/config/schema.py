@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.types import Algorithm, JsonObject
 
 
@@ -185,6 +186,15 @@ class ChatConfig(Section):
     """What control tokens in the content of a message are: text, or a bad row."""
 
 
+class BatchFrom(Section):
+    """The size of the batch from a step on."""
+
+    from_step: Positive
+    """The first step with this size; 1 in the first entry."""
+    size: Blocks
+    """Blocks in a step."""
+
+
 class TrainingConfig(Section):
     """How long, how much at once, how exactly."""
 
@@ -192,8 +202,12 @@ class TrainingConfig(Section):
     """Optimizer updates of the whole run; exactly one of steps and epochs."""
     epochs: Epochs | None = None
     """Passes over the training documents; becomes a number of steps once."""
-    global_batch_size: Blocks = 256
-    """Blocks in a step, whatever the number of devices."""
+    global_batch_size: (
+        Blocks | Annotated[tuple[BatchFrom, ...], Field(min_length=1, strict=False)]
+    ) = 256
+    """Blocks in a step, whatever the number of devices; a list of `{from_step: …, size: …}` lets
+    the batch grow at these steps.
+    """
     micro_batch_size: Blocks | Auto = "auto"
     """Blocks in one forward on one device."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -228,6 +242,14 @@ class TrainingConfig(Section):
     """Whether weights and moments are the same to the bit on any number of processes, under ddp and
     fsdp2; then `micro_batch_size` is a part of the result. It needs `precision: fp32`.
     """
+
+    @property
+    def batch(self) -> BatchSize:
+        """The blocks of each step."""
+        asked = self.global_batch_size
+        if isinstance(asked, int):
+            return BatchSize.constant(asked)
+        return BatchSize(tuple((one.from_step, one.size) for one in asked))
 
 
 class GroupConfig(Section):

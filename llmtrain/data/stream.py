@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmtrain import faults, system
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.lines import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
@@ -99,12 +100,13 @@ class Stream(Iterator[Batch]):
     """
 
     def __init__(
-        self, blocks: Blocks, blocks_per_step: int, workers: int, stop: Event | threading.Event
+        self, blocks: Blocks, batch: BatchSize, workers: int, stop: Event | threading.Event
     ) -> None:
         self._manifest = blocks.manifest
         self._next_block = blocks.next_block
         self._world_size = blocks.world_size
-        self._blocks_per_step = blocks_per_step
+        self._step = round(batch.steps(blocks.next_block))  # the last one before
+        self._sizes, self._size = dict(batch.sizes), batch.of(self._step)
         self._stop = stop
         self._g = blocks.next_block + blocks.rank
         # The lanes that blocks g, g + W, g + 2W … are in.
@@ -112,7 +114,7 @@ class Stream(Iterator[Batch]):
         self._running = set(range(self._g % step, blocks.manifest.lanes, step))
         self._items: Iterator[Block | Failed] | None = blocks.virtual(0, 1)
         if workers:
-            share = blocks_per_step // blocks.world_size
+            share = batch.of(self._step + 1) // blocks.world_size
             size = item_blocks(blocks.manifest, share, workers)
             self._items = Workers(
                 [partial(blocks.virtual, worker, workers) for worker in range(workers)],
@@ -131,7 +133,9 @@ class Stream(Iterator[Batch]):
         system.beat("waiting for data")
         faults.hit("data.next")
         first = self._next_block
-        self._next_block += self._blocks_per_step
+        self._step += 1
+        self._size = self._sizes.get(self._step, self._size)
+        self._next_block += self._size
         numbered: list[tuple[int, Block]] = []
         while self._g < self._next_block:
             assert self._items is not None, "the stream is closed"
@@ -168,7 +172,7 @@ def open_stream(
     manifest: DataManifest,
     tokenizer_dir: Path,
     *,
-    blocks_per_step: int,
+    batch: BatchSize,
     rank: int,
     world_size: int,
     workers: int,
@@ -179,9 +183,9 @@ def open_stream(
 ) -> Stream:
     """Open the stream of this rank's blocks. Workers begin to read at once.
 
-    blocks_per_step: over all ranks
+    batch: how many blocks a step has, over all ranks
     workers: number of processes; 0 = this process reads
-    next_block: first block of the next step, a multiple of `blocks_per_step`
+    next_block: first block of the next step
     cursors (L, sources, 4): those of the state; None = the beginning
     reading: how units are read
     encoder: that of the manifest, if this process has opened and checked it; workers open their own
@@ -206,7 +210,7 @@ def open_stream(
         asked=Asked(workers),
         encoder=None if workers else encoder,
     )
-    return Stream(blocks, blocks_per_step, workers, stop)
+    return Stream(blocks, batch, workers, stop)
 
 
 def discard_factor(world_size: int, workers: int, lanes: int) -> int:

@@ -29,6 +29,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmtrain import system
+from llmtrain.batch_size import BatchSize
 from llmtrain.config import secrets
 from llmtrain.text import duration, fit, percent, short
 
@@ -63,6 +64,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = perf_counter) -> None:
         self.steps = 1
+        self._growing: BatchSize | None = None
         self.device_gb: float | None = None
         self.written = 0  # how often something was shown
         self.begun = False  # whether the start block was shown
@@ -82,6 +84,10 @@ class Progress:
         self._held: list[str] = []  # an evaluation and its samples, until it is known to be saved
         self._held_step = -1
         self._lock = threading.Lock()  # for `_held`: the thread of `Busy` calls `note`
+
+    def lasts(self, steps: int, batch: BatchSize) -> None:
+        """Set the number of steps of the whole run, and how many blocks these have."""
+        self.steps, self._growing = steps, batch if batch.grows else None
 
     def begin(self) -> None:
         """Call this after the start block: a log then has lines of `word key=value` only."""
@@ -256,7 +262,10 @@ class Progress:
         """Estimate the remaining time from the speed of this start, with evaluations and saves."""
         if self._first is None or step <= self._first[0]:
             return None
-        return (now - self._first[1]) / (step - self._first[0]) * max(0, self.steps - step)
+        first, last = self._first[0], self.steps
+        if self._growing is not None:  # what is made and left is counted in blocks
+            first, step, last = map(self._growing.until, (first, step, last))
+        return (now - self._first[1]) / (step - first) * max(0, last - step)
 
     def _draw(self, numbers: Numbers, now: float) -> None:
         if self._live is None:

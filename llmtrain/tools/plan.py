@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.checkpoint.files import most_at_once
 from llmtrain.config.checks import check
 from llmtrain.config.schema import Config
@@ -128,7 +130,9 @@ class Plan:
     assumed: whether the kind of device was guessed from its memory
     precision_why: how the precision of `work` was found
     disk_bytes: of all checkpoints that exist at the same time
+    batch: how many blocks a step has
     steps: None if `training.epochs` sets the length of the run
+    seconds: the predicted duration of all steps; None if their number or speed is not known
     speeds: by number of devices; empty if not known
     reference: the operations of a block in the pass before the first step, as a share of those of a
         block in a step; None without a reference of answers
@@ -144,7 +148,9 @@ class Plan:
     precision_why: str
     checkpoint_bytes: int
     disk_bytes: int
+    batch: BatchSize
     steps: int | None
+    seconds: float | None
     speeds: tuple[Speed, ...]
     rates: tuple[Rate, ...]
     reference: float | None = None
@@ -166,14 +172,6 @@ class Plan:
             return tuple(_adapters(self.choice.candidates[0], self.shape))
         return () if chosen or near is None else tuple(_suggestions(near, self.shape))
 
-    @property
-    def seconds(self) -> float | None:
-        """The predicted duration of all steps; None if their number or speed is not known."""
-        rate = self.chosen.tokens_per_second if self.chosen else None
-        if not self.steps or not rate:
-            return None
-        return self.steps * self.work.global_batch_size * self.work.seq_len / rate
-
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain plan --json` prints."""
         chosen, hardware = self.chosen, self.hardware
@@ -187,7 +185,8 @@ class Plan:
             "device_bytes": hardware.device_bytes,
             "host_bytes": hardware.host_bytes,
             "seq_len": self.work.seq_len,
-            "global_batch_size": self.work.global_batch_size,
+            "global_batch_size": self.batch.of(1),
+            **({"batch_sizes": self.batch.sizes} if self.batch.grows else {}),
             "parameters": self.shape.count,
             "trainable_parameters": self.shape.trainable,
             "strategies": [
@@ -271,7 +270,9 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
         precision_why=why,
         checkpoint_bytes=size,
         disk_bytes=size * most_at_once(config.checkpoint, steps or 0),
+        batch=config.training.batch,
         steps=steps,
+        seconds=_seconds(config, model.shape, work, choice, hardware),
         speeds=() if uncounted else tuple(_speeds(model, work, choice, hardware)),
         rates=tuple(_rates(config)),
         reference=_reference(model.shape, work) if config.preference.has_reference else None,
@@ -405,6 +406,23 @@ def _speeds(
             yield Speed(local * nodes, nodes, spread.accumulation, rate, share)
 
 
+def _seconds(
+    config: Config, shape: ModelShape, work: Work, choice: strategy.Choice, hardware: Hardware
+) -> float | None:
+    """Return how long all steps take; a larger batch has more micro-batches, at another speed."""
+    machine = None if hardware.cpu else machine_of(hardware.device)
+    steps, batch, seconds = config.training.steps, config.training.batch, 0.0
+    if choice.chosen is None or machine is None or steps is None:
+        return None
+    for begin, end in pairwise([*(first for first, _ in batch.sizes if first <= steps), steps + 1]):
+        of_step = replace(work, global_batch_size=batch.of(begin))
+        per_pass = hardware.groups * choice.chosen.layout.micro_batch_size
+        layout = replace(choice.chosen.layout, accumulation=batch.of(begin) // per_pass)
+        rate = step_time(shape, of_step, layout, hardware, machine).tokens_per_second
+        seconds += (end - begin) * batch.of(begin) * work.seq_len / rate
+    return seconds
+
+
 def _sizes(hardware: Hardware) -> list[tuple[int, int]]:
     """Return (devices of a node, nodes): 1, 2, 4 … devices of one node, then 1, 2, 4 … nodes."""
     local, nodes = hardware.devices_per_node, hardware.nodes
@@ -419,6 +437,8 @@ def _doubling(end: int) -> list[int]:
 
 def _rates(config: Config) -> Iterator[Rate]:
     batch, rate = config.training.global_batch_size, config.optimizer.learning_rate
+    if not isinstance(batch, int):
+        return
     for share in _BATCHES:
         if (other := batch * share) >= 1:
             yield Rate(int(other), rate * int(other) / batch, rate * (int(other) / batch) ** 0.5)

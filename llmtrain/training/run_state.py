@@ -36,7 +36,7 @@ def gather_parts(run: Run, step: int) -> list[JsonObject]:
         run.feed.cursors,
         before.cursors.shape[:2],
         first_block=before.next_block,
-        next_block=step * run.config.training.global_batch_size,
+        next_block=run.config.training.batch.until(step),
         rank=run.layout.data_rank,
         world_size=run.layout.data_size,
     )
@@ -47,7 +47,7 @@ def gather_parts(run: Run, step: int) -> list[JsonObject]:
 def data_state(run: Run, step: int, heard: list[JsonObject]) -> DataState:
     """Return the stream's state after the blocks of `step`. heard: from `gather_parts`."""
     before = run.data.state
-    next_block = step * run.config.training.global_batch_size
+    next_block = run.config.training.batch.until(step)
     parts = [np.array(one["cursors"], np.int64) for one in heard]
     first = before.next_block
     return replace(

@@ -116,6 +116,14 @@ def test_two_processes_that_share_the_blocks_train_as_one(server, tmp_path, alon
     same(tmp_path / "run", alone(model), bits=model in UNTIED)
 
 
+def test_a_pipeline_trains_a_batch_that_grows(server, tmp_path):
+    sizes = ({"from_step": 1, "size": 12}, {"from_step": 8, "size": 24})
+    changes = {"training__global_batch_size": [dict(one) for one in sizes]}
+    run(server, tmp_path / "one", 1, "llama", **changes)
+    run(server, tmp_path / "two", 2, "llama", distributed={"pipeline_parallel": 2}, **changes)
+    same(tmp_path / "two" / "run", tmp_path / "one" / "run", bits=True)
+
+
 @pytest.mark.parametrize(
     ("model", "keys"),
     [

@@ -18,7 +18,7 @@ PACKAGE = "llmtrain"
 ROOMS = ("data", "model", "distributed", "checkpoint", "metrics", "rundir")
 BOTTOM = ("errors", "types", "hashing", "faults", "system")
 LAYERS = {
-    **dict.fromkeys(("text", "pairs"), -1),  # for errors and types too
+    **dict.fromkeys(("text", "pairs", "batch_size"), -1),  # for errors and types too
     **dict.fromkeys(BOTTOM, 0),
     **dict.fromkeys(("config", "agreement", "torch_private"), 1),
     **dict.fromkeys(ROOMS, 2),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from helpers import reference_stream
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.documents.reader import Reading
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
@@ -76,7 +77,7 @@ class Run:
         stream = open_stream(
             self.manifest,
             self.place / "tokenizer",
-            blocks_per_step=self.blocks_per_step,
+            batch=BatchSize.constant(self.blocks_per_step),
             rank=rank,
             world_size=world_size,
             workers=workers,

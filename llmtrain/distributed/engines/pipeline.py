@@ -78,7 +78,7 @@ def fill_problems(config: Config, cut: ModelCut, groups: int) -> Iterator[Proble
 
     groups: processes with other rows
     """
-    schedule, rows = config.distributed.pipeline_schedule, config.training.global_batch_size
+    schedule, rows = config.distributed.pipeline_schedule, config.training.batch.unit
     rows //= groups
     sizes = (size for size in range(rows, 0, -1) if rows % size == 0)
     largest = next((size for size in sizes if can_fill(rows // size, cut, schedule)), None)
@@ -86,7 +86,7 @@ def fill_problems(config: Config, cut: ModelCut, groups: int) -> Iterator[Proble
     if largest is None:
         expected = f"at least {cut.pipeline} rows for each pipeline: a micro-batch for each stage"
         remedy = f"{cut.pipeline * groups}, or distributed.pipeline_schedule=gpipe"
-        batch = config.training.global_batch_size
+        batch = config.training.batch.unit
         yield Problem("training.global_batch_size", batch, expected, remedy)
     elif asked != "auto" and not can_fill(rows // asked, cut, schedule):
         count = plural(rows // asked, "micro-batch", "micro-batches")
@@ -157,6 +157,7 @@ class PipelineEngine(TorchEngine):
         self._part = super().prepare(module, model, optimizer)
         self._parts: list[_Part] = []
         self._schedule: Any = None
+        self._count = 0  # of its micro-batches
         self._model = _Passing(self)
         return self._model
 
@@ -165,11 +166,12 @@ class PipelineEngine(TorchEngine):
     ) -> Iterator[Tensor]:
         """See `Engine.forward_backward`. Yields losses on the last stage alone.
 
-        Every step must have as many micro-batches as the first one, all of one shape.
+        The micro-batches of all steps have one shape. A step with another number of them than the
+        one before makes a new schedule.
         """
         count = len(micro_batches)
-        if self._schedule is None:
-            self._schedule = self.schedule_of(count)
+        if self._schedule is None or self._count != count:
+            self._schedule, self._count = self.schedule_of(count), count
         losses: list[Tensor | None] = [None] * count
         for part in self._parts:
             part.begin(micro_batches, losses)

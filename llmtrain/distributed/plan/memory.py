@@ -114,6 +114,8 @@ class Hardware:
 class Work:
     """The settings of a step that the config gives; None means `auto`.
 
+    global_batch_size: blocks of a step; of a batch that grows, the largest number that divides
+        those of every step, so that a micro-batch that divides it suits all of them.
     most_tokens: the most tokens of a forward if the micro-batch is `auto`.
     wrap_class: as `distributed.wrap_class`.
     chunk: how the loss is computed where the head is plain; None = from all logits.

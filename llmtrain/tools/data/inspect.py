@@ -224,7 +224,7 @@ def _inspection(
     training = config.training
     blocks_of_run = (training.epochs or 0) * once.blocks
     if training.steps is not None:
-        blocks_of_run = training.steps * training.global_batch_size
+        blocks_of_run = training.batch.until(training.steps)
     read = blocks_of_run * manifest.seq_len * (1 - packed["padding"])
     estimated = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
     # A run counts its conversations up to where its last lane ends, which takes too long here.
@@ -247,7 +247,7 @@ def _inspection(
         packing=manifest.packing,
         tokens_per_byte=sum(one.all.tokens for one in found)
         / max(1, sum(one.all.bytes for one in found)),
-        steps_per_epoch=max(1, round(once.blocks / config.training.global_batch_size)),
+        steps_per_epoch=max(1, round(training.batch.steps(once.blocks))),
         lengths=_buckets(found),
         estimated=(*estimated, "documents_cut"),
         few_steps=few_steps(config.training, asdict(once), manifest),
@@ -451,7 +451,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
         stream = open_blocks(
             load_manifest(config, directory),
             directory / contents.TOKENIZER,
-            blocks_per_step=config.training.global_batch_size,
+            batch=config.training.batch,
             rank=rank,
             world_size=world_size,
             workers=workers,

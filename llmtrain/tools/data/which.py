@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
@@ -107,13 +108,14 @@ class _Start:
 
     first: the step that it began from
     last: the last step that it finished
+    batch: how many blocks its steps have
     weights: of the sources
     digests: step → digest of its batch, where it was logged
     """
 
     first: int
     last: int
-    blocks_per_step: int
+    batch: BatchSize
     weights: tuple[float, ...]
     digests: Mapping[int, str]
 
@@ -145,7 +147,7 @@ def which(
     config = load_config(run_dir / contents.CONFIG, overrides)
     start = _start_of(run_dir, step)
     manifest = _manifest(run_dir, config)
-    state = _state_before(run_dir, step, manifest, start.blocks_per_step)
+    state = _state_before(run_dir, step, manifest, start.batch)
     pairs = zip(manifest.sources, start.weights, strict=True)
     weighted = tuple(replace(source, weight=weight) for source, weight in pairs)
     manifest = replace(manifest, sources=weighted)
@@ -180,8 +182,10 @@ def _starts(lines: Sequence[JsonMapping]) -> list[_Start]:
             digests = {}
             groups = line["world_size"] // cut_of(line).processes
             blocks = groups * line["micro_batch_size"] * line["accumulation"]
+            grows = line.get("batch_sizes")
+            batch = BatchSize(tuple((at, size) for at, size in grows or [(1, blocks)]))
             first = line["step"]
-            starts.append(_Start(first, first, blocks, tuple(line["weights"]), digests))
+            starts.append(_Start(first, first, batch, tuple(line["weights"]), digests))
         elif starts:
             starts[-1] = replace(starts[-1], last=max(starts[-1].last, line["step"]))
             if line["kind"] == "train":
@@ -205,9 +209,7 @@ def _with_way_out(problem: Problem) -> Problem:
     return replace(problem, remedy=f"name the place of the data now: '{problem.key}={value}'")
 
 
-def _state_before(
-    run_dir: Path, step: int, manifest: DataManifest, blocks_per_step: int
-) -> DataState:
+def _state_before(run_dir: Path, step: int, manifest: DataManifest, batch: BatchSize) -> DataState:
     """Return the stream's state at the last save before the step, or else at the run's start."""
     noted = _standing(jsonl.read(run_dir / contents.CURSORS), jsonl.record(run_dir))
     count = max((i for i, line in enumerate(noted, 1) if line["step"] < step), default=0)
@@ -225,7 +227,7 @@ def _state_before(
         raise UserError(Problem("--step", step, expected))
     if state.fingerprint != manifest.fingerprint:
         state = carry_over(state, manifest)
-    return replace(state, next_block=position * blocks_per_step)
+    return replace(state, next_block=batch.until(position))
 
 
 def _standing(noted: Sequence[JsonObject], record: Sequence[JsonMapping]) -> list[JsonObject]:
@@ -263,20 +265,23 @@ def _replay(
 
     The digests are those of `step` and of the step to check it with, which may be the same.
     """
-    size = start.blocks_per_step
+    batch = start.batch
     digests: dict[int, int] = {}
     kept: list[tuple[int, Block]] = []
     # The first step from this one on with a logged digest, unless it is too far away.
     checked = min((number for number in start.digests if number >= step), default=step)
-    wanted = {step, checked if (checked - step) * size <= MAX_BLOCKS_TO_CHECK else step}
-    first, stop = (step - 1) * size, max(wanted) * size
+    wanted = {
+        step,
+        checked if batch.until(checked) - batch.until(step) <= MAX_BLOCKS_TO_CHECK else step,
+    }
+    first, stop = batch.until(step - 1), batch.until(max(wanted))
     blocks = replay(manifest, encoder, reader, state, first, stop)
     for number in range(step, max(wanted) + 1):
-        numbered = [next(blocks) for _ in range(size)]
+        numbered = [next(blocks) for _ in range(batch.of(number))]
         if number in wanted:
-            first = (number - 1) * size
-            batch = batch_of(numbered, manifest, first_block=first, wait_seconds=0.0, ended=False)
-            digests[number] = batch.digest
+            first = batch.until(number - 1)
+            made = batch_of(numbered, manifest, first_block=first, wait_seconds=0.0, ended=False)
+            digests[number] = made.digest
         if number == step:
             kept = numbered
     return digests, kept

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmtrain.agreement import captured
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.stream import Stream
 from llmtrain.types import NOT_TRAINED, Batch, Cursor
 
@@ -33,7 +34,9 @@ class Feed:
     """The blocks of one start of a run.
 
     step: number of finished steps
-    rows, seq_len: shape of this rank's part of a step
+    batch: how many blocks a step has
+    data_size: number of ranks with other blocks
+    seq_len: trained positions of a block
     cursors: lane → the cursors of all sources, for lanes that this start has trained on
     counts: source → event → how often it happened in this start
     error: why the stream of this rank failed; None if it did not
@@ -42,7 +45,8 @@ class Feed:
 
     stream: Stream
     step: int
-    rows: int
+    batch: BatchSize
+    data_size: int
     seq_len: int
     cursors: dict[int, tuple[Cursor, ...]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
@@ -65,8 +69,9 @@ class Feed:
                 return outcome.result()
             self.error = outcome.error  # all ranks vote on it in `end_without_data`
             _log.warning("the data of this rank failed", exc_info=outcome.error)
-        ids = np.zeros((self.rows, self.seq_len + 1), dtype=np.int32)
-        labels = np.full((self.rows, self.seq_len), NOT_TRAINED, dtype=np.int64)
+        rows = self.batch.of(self.before[-1].step) // self.data_size
+        ids = np.zeros((rows, self.seq_len + 1), dtype=np.int32)
+        labels = np.full((rows, self.seq_len), NOT_TRAINED, dtype=np.int64)
         return Batch(ids, labels, 0, None, {}, 0, 0, {}, {}, 0.0)
 
     def advance(self, step: int, batch: Batch) -> None:

@@ -20,54 +20,60 @@ from llmtrain.training.run.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.start.claim import ClaimedRun
 from llmtrain.training.start.data import few_steps
+from llmtrain.types import JsonObject
 
 _log = logging.getLogger(__name__)
 
 
 def announce(run: Run) -> None:
     """Record the start of the run, and log a summary."""
-    import psutil
-
     processes, journal, first = run.processes, run.journal, run.first_step
-    resumed_from = run.found.name if run.found else None
     on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
     values = bind(run.config).values  # computed again, since the length in steps is known now
     on_rank_zero(run.ranks, lambda: journal.track(run.config.logging.trackers, values))
     on_rank_zero(run.ranks, journal.keep_files)
-    strategy, sizes = processes.launched.strategy, processes.launched.cut.to_json()
+    facts, sizes = _facts(run), processes.launched.cut.to_json()
+    journal.write("start", first, **facts)
+    strategy, resumed_from = processes.launched.strategy, facts["resumed_from"]
+    journal.status(step=first, checkpoint=resumed_from, strategy=strategy, **sizes)
+    for line in _summary(run, facts["trainable_parameters"]):
+        _log.info(line)
+
+
+def _facts(run: Run) -> JsonObject:
+    """Return what the record says of the start."""
+    import psutil
+
+    processes, batch, reference = run.processes, run.config.training.batch, run.data.reference
     parameters, trainable = _sizes(run)
     cuda = run.device.type == "cuda"
     device = torch.cuda.get_device_name(run.device) if cuda else platform.processor()
-    journal.write(
-        "start",
-        first,
-        run_id=processes.run_id,
-        world_size=run.ranks.world_size,
-        strategy=strategy,
-        **sizes,
-        threads=processes.threads.count,
-        device=device or platform.machine(),
-        device_type=run.device.type,
-        micro_batch_size=run.built.micro_batch_size,
-        accumulation=_accumulation(run),
-        parameters=parameters,
-        trainable_parameters=trainable,
-        resumed_from=resumed_from,
-        weights=run.data.manifest.weights,
-        steps=run.steps,
-        epochs=run.config.training.epochs,
-        versions=processes.versions,
-        plan=processes.planned.to_json(),
-        host=socket.gethostname(),
-        born=float(psutil.Process().create_time()),  # in Unix seconds
-        vocabulary=run.data.tokenizer.length,
-        **({"reference": run.data.reference.to_json()} if run.data.reference else {}),
-        set=dict(run.config.origins),
-    )
-    journal.status(step=first, checkpoint=resumed_from, strategy=strategy, **sizes)
-    for line in _summary(run, trainable):
-        _log.info(line)
+    return {
+        "run_id": processes.run_id,
+        "world_size": run.ranks.world_size,
+        "strategy": processes.launched.strategy,
+        **processes.launched.cut.to_json(),
+        "threads": processes.threads.count,
+        "device": device or platform.machine(),
+        "device_type": run.device.type,
+        "micro_batch_size": run.built.micro_batch_size,
+        "accumulation": _accumulation(run),
+        **({"batch_sizes": batch.sizes} if batch.grows else {}),
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "resumed_from": run.found.name if run.found else None,
+        "weights": run.data.manifest.weights,
+        "steps": run.steps,
+        "epochs": run.config.training.epochs,
+        "versions": processes.versions,
+        "plan": processes.planned.to_json(),
+        "host": socket.gethostname(),
+        "born": float(psutil.Process().create_time()),  # in Unix seconds
+        "vocabulary": run.data.tokenizer.length,
+        **({"reference": reference.to_json()} if reference else {}),
+        "set": dict(run.config.origins),
+    }
 
 
 def ready(run: Run, seconds: float) -> None:
@@ -140,8 +146,9 @@ def _sizes(run: Run) -> tuple[int, int]:
 
 
 def _accumulation(run: Run) -> int:
-    """Return the number of micro-batches of a step on one rank."""
-    return run.feed.rows // run.built.micro_batch_size
+    """Return the number of micro-batches of the next step on one rank."""
+    blocks = run.config.training.batch.of(run.first_step + 1)
+    return blocks // run.layout.data_size // run.built.micro_batch_size
 
 
 def _summary(run: Run, trainable: int) -> list[str]:
@@ -162,9 +169,10 @@ def _summary(run: Run, trainable: int) -> list[str]:
     for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
         why = why.removeprefix(elsewhere)
     plan, device_bytes = run.processes.planned.memory, run.processes.planned.hardware.device_bytes
-    column, size = run.data.reference, training.global_batch_size
+    column, size = run.data.reference, training.batch.of(run.first_step + 1)
     known = column is not None and column.pairs_a_block
     pairs = f" ≈ {known * size:.1f} pairs" if known else ""
+    grows = training.batch.later(run.first_step + 1)
     memory = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     memory += f" of {device_bytes / 2**30:.1f} GiB"
     recompute = run.processes.planned.layout.activation_checkpointing
@@ -175,7 +183,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
         f"threads   {threads.count} a process ({threads.why})",
         f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
         f"strategy  {place}: {why}",
-        f"batch     {size} blocks{pairs} = {rows}, of {manifest.seq_len} tokens",
+        f"batch     {size} blocks{pairs} = {rows}, of {manifest.seq_len} tokens{grows}",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"memory    {memory} planned, activation checkpointing: {recompute}",
     ]

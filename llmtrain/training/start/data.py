@@ -63,7 +63,7 @@ def open_data(
     changed = tuple(differing(before, manifest))
     state = carry_over(before, manifest) if changed else before
     if found:
-        state = replace(state, next_block=found.step * config.training.global_batch_size)
+        state = replace(state, next_block=config.training.batch.until(found.step))
         if tuple(found.state["weights"]) != manifest.weights:
             state = replace(state, weights_from=state.next_block)
     _warn_of_lanes(config, manifest, layout.data_size, workers)
@@ -72,7 +72,7 @@ def open_data(
     stream = open_stream(
         manifest,
         run_dir / TOKENIZER,
-        blocks_per_step=config.training.global_batch_size,
+        batch=config.training.batch,
         rank=layout.data_rank,
         world_size=layout.data_size,
         workers=workers,
@@ -124,10 +124,10 @@ def _steps_of(training: TrainingConfig, counted: JsonMapping) -> int:
     blocks: int = counted["blocks"]
     passes: int | None = counted.get("passes")
     if until_end is not None and passes is not None and epochs < passes:
-        return max(1, round(epochs / passes * until_end / training.global_batch_size))
+        return max(1, round(training.batch.steps(epochs / passes * until_end)))
     if until_end is not None and (passes is not None or epochs.is_integer()):
-        return math.ceil(until_end / training.global_batch_size)
-    return max(1, round(epochs * blocks / training.global_batch_size))
+        return math.ceil(training.batch.steps(until_end))
+    return max(1, round(training.batch.steps(epochs * blocks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ def few_steps(
     if manifest.packing != "single":
         a_pass = min(a_pass, float(counted["tokens"]) / manifest.seq_len)
     some = math.floor(training.epochs * a_pass / FEW_STEPS)
-    batch = min(training.global_batch_size, max(least, some // unit * unit))
-    changes = [f"training.global_batch_size={batch}"] * (batch < training.global_batch_size)
+    batch = min(training.batch.largest, max(least, some // unit * unit))
+    changes = [f"training.global_batch_size={batch}"] * (batch < training.batch.largest)
     epochs, needed = training.epochs, math.ceil(FEW_STEPS * batch / a_pass)
     if needed > epochs or not changes:
         epochs = max(needed, math.floor(epochs) + 1)
@@ -191,7 +191,7 @@ def _check_length(config: Config, counted: JsonMapping, found: ResumePoint | Non
                 raise UserError(Problem("training.steps", steps, expected))
             raise UserError(Problem("training.epochs", f"{epochs:g}", expected))
     elif epochs is not None and counted.get("passes"):
-        first, blocks = counted["first"], steps * config.training.global_batch_size
+        first, blocks = counted["first"], config.training.batch.until(steps)
         if first is None:
             why, remedy = "no row has anything to train on", "llmtrain data inspect"
         elif first >= blocks:

@@ -82,7 +82,7 @@ def start_run(config: Config) -> Iterator[Run]:
                 data = open_data(config, processes, found, stack, stopping)
                 config = with_steps(config, processes, data, found, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
-            journal.progress.steps = config.total_steps
+            journal.progress.lasts(config.total_steps, config.training.batch)
             with stage():
                 wanted = find_column(config, processes, data, found)
                 begins = found is None or (wanted is not None and wanted.walks)
@@ -172,7 +172,7 @@ def _assemble(
         without_gain=saved.get("patience") or 0,
     )
     rank, started = launched.ranks.rank, here.signals.started
-    rows = config.training.global_batch_size // launched.layout.data_size
+    of_a_step = config.training.batch, launched.layout.data_size
     return Run(
         config=config,
         found=found,
@@ -180,7 +180,7 @@ def _assemble(
         processes=processes,
         data=data,
         built=model,
-        feed=Feed(data.stream, first, rows, config.data.seq_len),
+        feed=Feed(data.stream, first, *of_a_step, config.data.seq_len),
         meter=Meter(
             *(launched.device, data.manifest.labels),
             *(partial(learning_rate, config.optimizer, config.total_steps), roll),

@@ -177,7 +177,7 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
     recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
     return memory.Work(
         seq_len=config.data.seq_len,
-        global_batch_size=training.global_batch_size,
+        global_batch_size=training.batch.unit,
         micro_batch_size=None if training.micro_batch_size == "auto" else training.micro_batch_size,
         precision=precision,
         activation_checkpointing=None if recompute == "auto" else recompute,

@@ -260,7 +260,7 @@ class _Pass:
         stream = open_stream(
             manifest,
             run.run_dir / contents.TOKENIZER,
-            blocks_per_step=config.training.global_batch_size,
+            batch=config.training.batch,
             rank=layout.data_rank,
             world_size=layout.data_size,
             workers=0,

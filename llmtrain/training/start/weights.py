@@ -135,7 +135,7 @@ def _trial(
         model.config.get_text_config().vocab_size,
         hiding,
         compiled=compiled != "off",
-        rows=config.training.global_batch_size // launched.layout.data_size,
+        rows=config.training.batch.unit // launched.layout.data_size,
         preference=config.preference if config.preference.answers else None,
         halves=data.packing == "single",
     )
@@ -292,7 +292,7 @@ def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trial
         auto.micro_batch_size = planned
     if auto.micro_batch_size is not None:
         return auto.micro_batch_size
-    rows = config.global_batch_size // launched.layout.data_size
+    rows = config.batch.unit // launched.layout.data_size
     size = trials.fitting_micro_batch(trial, [n for n in range(planned, 0, -1) if rows % n == 0])
     auto.micro_batch_size = size
     return size

@@ -56,6 +56,37 @@ def test_a_batch_is_whole_micro_batches(tmp_path, total, micro, nearest):
     assert nearest is None or nearest in found["training.global_batch_size"]
 
 
+GROWING = "training.global_batch_size=[{from_step: %s, size: %s}, {from_step: %s, size: %s}]"
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "said"),
+    [
+        ((1, 8, 4, 16), None, ""),
+        ((2, 8, 4, 16), "0.from_step", "1: the first size"),
+        ((1, 8, 1, 16), "1.from_step", "a step behind 1"),
+        ((1, 8, 4, 18), "1.size", "16 or 20"),
+    ],
+)
+def test_a_batch_that_grows_does_so_in_order_and_by_whole_micro_batches(tmp_path, asked, key, said):
+    found = problems(tmp_path, GROWING % asked, "training.micro_batch_size=4")
+    assert list(found) == ([f"training.global_batch_size.{key}"] if key else [])
+    assert key is None or said in found[f"training.global_batch_size.{key}"]
+
+
+def test_each_size_of_a_batch_is_split_over_the_processes(tmp_path):
+    training = loaded(tmp_path, GROWING % (1, 6, 3, 8), "training.micro_batch_size=2").training
+    (found,) = check_batch(training, 3)
+    assert (found.key, found.value) == ("training.global_batch_size.1.size", 8)
+    assert "6 or 12" in found.remedy
+
+
+@pytest.mark.parametrize("asked", ["[]", "[{from_step: 1}]", "[{from_step: 0, size: 4}]", "[4]"])
+def test_a_batch_that_is_no_size_is_refused(tmp_path, asked):
+    (said,) = problems(tmp_path, f"training.global_batch_size={asked}").values()
+    assert "from_step" in said
+
+
 @pytest.mark.parametrize(
     ("total", "micro", "world", "advice"),
     [
@@ -72,7 +103,7 @@ def test_a_batch_is_whole_micro_batches(tmp_path, total, micro, nearest):
 def test_a_batch_is_split_over_processes_and_micro_batches(tmp_path, total, micro, world, advice):
     config = loaded(tmp_path, f"training.global_batch_size={total}")
     training = config.training.model_copy(update={"micro_batch_size": micro})
-    found = check_batch(training, world)
+    found = [*check_batch(training, world)]
     assert (advice is None) == (found == [])
     assert advice is None or advice in str(found[0])
 
@@ -85,9 +116,13 @@ def test_the_advised_micro_batch_splits_the_batch(tmp_path):
                 for problem in check_batch(config.training, world):
                     head, _, size = problem.remedy.partition(", or training.micro_batch_size=")
                     for number in head.split(" or "):
-                        assert check_batch(loaded_batch(int(number), micro).training, world) == []
+                        assert splits(int(number), micro, world)
                     if size:
-                        assert check_batch(loaded_batch(total, int(size)).training, world) == []
+                        assert splits(total, int(size), world)
+
+
+def splits(total, micro, world):
+    return not any(check_batch(loaded_batch(total, micro).training, world))
 
 
 def loaded_batch(total, micro):

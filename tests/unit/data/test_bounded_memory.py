@@ -60,12 +60,13 @@ STREAMED = (
 from llmtrain.config.schema import Config
 from llmtrain.data.manifest import load
 from llmtrain.data.documents.reader import Reading
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.stream import open_stream
 
 place = Path(sys.argv[1])
 manifest = load(place / "manifest.json", Config.model_validate_json(sys.argv[2]).data.sources)
-stream = open_stream(manifest, place / "tokenizer", blocks_per_step=24, rank=0, world_size=1,
-                     workers=0, reading=Reading(60))
+stream = open_stream(manifest, place / "tokenizer", batch=BatchSize.constant(24), rank=0,
+                     world_size=1, workers=0, reading=Reading(60))
 cursors = {}
 
 def read(index):

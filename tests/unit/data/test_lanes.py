@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import chats, corpus
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.audit.count import epoch
 from llmtrain.data.audit.first_rows import with_marks
 from llmtrain.data.audit.ledger import replay
@@ -326,7 +327,7 @@ def test_a_later_bad_row_is_named_by_file_and_line(place, tmp_path):
     rows[17]["messages"][0]["role"] = "bot"
     path = corpus.write_jsonl(tmp_path / "bad.jsonl", rows)
     manifest, encoder = chats.data_of(place / "tokenizer", path, lanes=1)
-    how = {"blocks_per_step": 4, "rank": 0, "world_size": 1, "workers": 0}
+    how = {"batch": BatchSize.constant(4), "rank": 0, "world_size": 1, "workers": 0}
     stream = open_stream(manifest, place / "tokenizer", **how, reading=Reading(60))
     with pytest.raises(UserError) as error:
         list(islice(stream, 30))

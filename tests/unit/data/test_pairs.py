@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from helpers import chats, corpus
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.audit.count import count_documents, epoch
 from llmtrain.data.audit.ledger import document_of, origins, replay
 from llmtrain.data.batches import NO_PAIRS, batch_of, pairs_of
@@ -388,7 +389,7 @@ def test_the_ledger_has_one_document_a_pair(place):
 @pytest.mark.launches
 def test_workers_send_pairs_as_they_are(place):
     manifest, _ = data_of(place, "judged.jsonl", lanes=2)
-    how = {"blocks_per_step": 4, "rank": 0, "world_size": 1, "reading": READING}
+    how = {"batch": BatchSize.constant(4), "rank": 0, "world_size": 1, "reading": READING}
     found = []
     for workers in (0, 2):
         stream = open_stream(manifest, place / "tokenizer", workers=workers, **how)

@@ -23,6 +23,7 @@ from helpers.rings import dear
 from hypothesis import given, settings, strategies as st
 
 import llmtrain.data.sample
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
 from llmtrain.data.state import DataState, contribution, merge_cursors, roll
@@ -59,7 +60,7 @@ def opened(manifest, place, *, rank=0, world_size=1, workers=0, **more):
     return open_stream(
         manifest,
         place / "tokenizer",
-        blocks_per_step=more.pop("blocks_per_step", BLOCKS),
+        batch=more.pop("batch", None) or BatchSize.constant(more.pop("blocks_per_step", BLOCKS)),
         rank=rank,
         world_size=world_size,
         workers=workers,
@@ -433,13 +434,14 @@ import json, sys, time
 from pathlib import Path
 from helpers import corpus
 from llmtrain.data.documents.reader import Reading
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.stream import open_stream
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     manifest = corpus.manifest_of(place / "tokenizer", place / "a", lanes=4)
-    stream = open_stream(manifest, place / "tokenizer", blocks_per_step=4, rank=0, world_size=1,
-                         workers=1, reading=Reading(60))
+    stream = open_stream(manifest, place / "tokenizer", batch=BatchSize.constant(4), rank=0,
+                         world_size=1, workers=1, reading=Reading(60))
     next(stream)
     print(stream._items.processes[0].pid, flush=True)
     sys.stdin.read()

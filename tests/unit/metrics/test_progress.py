@@ -6,6 +6,7 @@ import pytest
 from helpers.runs import numbers
 
 from llmtrain import system
+from llmtrain.batch_size import BatchSize
 from llmtrain.metrics.progress import Busy, Progress, plain_line
 from llmtrain.text import duration
 
@@ -25,9 +26,9 @@ def terminal(monkeypatch):
     return Terminal()
 
 
-def progress_of(steps, stream, **options):
+def progress_of(steps, stream, *sizes, **options):
     progress = Progress(stream, **options)
-    progress.steps = steps
+    progress.lasts(steps, BatchSize(sizes or ((1, 4),)))
     return progress
 
 
@@ -80,6 +81,15 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
     for part in ("150/300 ━", "╺─", "50 %", "loss 3.400 ↓", "held-out 3.610", "tok/s", "1.2 GiB"):
         assert part in last
     assert "2 min 30 s left" in last  # 150 steps at one a second
+
+
+def test_what_is_left_of_a_batch_that_grows_is_counted_in_blocks(terminal):
+    """10 steps of 4 blocks took 10 s; 50 more of them are left, and 100 of 12: 200 + 1,200 blocks."""
+    clock = iter([0.0, 10.0])
+    progress = progress_of(300, terminal, (1, 4), (201, 12), clock=lambda: next(clock))
+    progress.training(numbers(140))
+    progress.training(numbers(150))
+    assert "5 min 50 s left" in visible(terminal.getvalue()).splitlines()[-1]
 
 
 def test_a_terminal_shows_the_accuracy_of_pairs(terminal):

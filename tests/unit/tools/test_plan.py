@@ -55,6 +55,31 @@ def keys(error):
     return {problem.key for problem in error.value.problems}
 
 
+BATCH, MICRO = "training.global_batch_size", "training.micro_batch_size=8"
+GROWS = "training.global_batch_size=[{from_step: 1, size: 64}, {from_step: 41, size: 96}]"
+
+
+def test_a_batch_that_grows_is_planned_with_each_size(tmp_path):
+    """Its time is that of runs of one size: 40 steps of the one and 60 of the other."""
+    machine = {"devices": 2, "device_memory_gb": 80}
+    alone = [
+        plan(small(tmp_path, MICRO, f"training.steps={steps}", f"{BATCH}={size}"), **machine)
+        for steps, size in ((40, 64), (60, 96))
+    ]
+    grows = plan(small(tmp_path, MICRO, GROWS), **machine)
+    assert grows.seconds == pytest.approx(sum(one.seconds for one in alone))
+    (line,) = (one for one in plan_lines(grows) if one.startswith("work"))
+    assert "64 blocks of 128 tokens a step; 96 from step 41" in line
+    shown = grows.to_json()
+    assert (shown["global_batch_size"], shown["batch_sizes"]) == (64, ((1, 64), (41, 96)))
+
+
+def test_a_micro_batch_is_planned_that_divides_every_size(tmp_path):
+    found = plan(small(tmp_path, GROWS.replace("96", "72")), devices=1, device_memory_gb=80)
+    assert 8 % found.chosen.layout.micro_batch_size == 0
+    assert found.rates == ()  # of which size?
+
+
 def test_the_json_has_the_keys_of_the_contract(tmp_path):
     shown = json.loads(json.dumps(plan(small(tmp_path), devices=2).to_json()))
     assert list(shown) == [

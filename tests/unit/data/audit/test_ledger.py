@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, megatron, reference_stream
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.audit.ledger import document_of, is_whole, origins, replay, text_of
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.state import DataState
@@ -132,7 +133,7 @@ def test_a_replay_from_a_saved_state_gives_the_blocks_of_one_from_the_beginning(
     stream = open_stream(
         manifest,
         place / "tokenizer",
-        blocks_per_step=7,
+        batch=BatchSize.constant(7),
         rank=0,
         world_size=1,
         workers=0,

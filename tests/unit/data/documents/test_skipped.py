@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import corpus
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import skipped
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
@@ -148,7 +149,7 @@ def take(manifest, tokenizer_dir, run_dir, blocks, *, world_size=1, workers=0, n
         stream = open_stream(
             manifest,
             tokenizer_dir,
-            blocks_per_step=world_size,
+            batch=BatchSize.constant(world_size),
             rank=rank,
             world_size=world_size,
             workers=workers,

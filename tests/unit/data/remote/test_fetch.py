@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import corpus, hub
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents import lines, units
 from llmtrain.data.documents.reader import Reader, Reading
@@ -415,7 +416,7 @@ def opened(manifest, place, *, rank=0, world_size=1, reading=None):
     return open_stream(
         manifest,
         place / "tokenizer",
-        blocks_per_step=BLOCKS,
+        batch=BatchSize.constant(BLOCKS),
         rank=rank,
         world_size=world_size,
         workers=0,
@@ -671,6 +672,7 @@ from pathlib import Path
 
 from llmtrain.data.manifest import load
 from llmtrain.data.documents.reader import Reading
+from llmtrain.batch_size import BatchSize
 from llmtrain.data.stream import open_stream
 from llmtrain.config.schema import Config
 
@@ -678,8 +680,9 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     config = Config.model_validate_json(sys.argv[1])
     manifest = load(Path(sys.argv[2]) / "manifest.json", config.data.sources)
-    stream = open_stream(manifest, Path(sys.argv[2]) / "tokenizer", blocks_per_step=4, rank=0,
-                         world_size=1, workers=int(sys.argv[3]), reading=Reading(1200))
+    stream = open_stream(manifest, Path(sys.argv[2]) / "tokenizer", rank=0, world_size=1,
+                         batch=BatchSize.constant(4), workers=int(sys.argv[3]),
+                         reading=Reading(1200))
     try:
         print("reading", flush=True)
         next(stream)

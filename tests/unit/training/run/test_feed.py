@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from llmtrain.batch_size import BatchSize
 from llmtrain.training.run.feed import Feed
 from llmtrain.types import Batch, Cursor
 
@@ -24,7 +25,7 @@ def blocks(broken_at):
 
 
 def feed(stream):
-    return Feed(stream, 0, ROWS, SEQ_LEN)
+    return Feed(stream, 0, BatchSize(((1, ROWS), (4, 2 * ROWS))), 1, SEQ_LEN)
 
 
 def test_only_a_step_that_is_done_counts_as_consumed():
@@ -39,11 +40,13 @@ def test_only_a_step_that_is_done_counts_as_consumed():
 
 def test_a_broken_stream_is_asked_once_and_padding_is_handed_out_from_then_on():
     one = feed(blocks(2))
+    one.begin(1)
     one.advance(1, one.next_batch())
     assert one.error is None
-    for _ in range(2):
+    for step, rows in ((2, ROWS), (3, ROWS), (4, 2 * ROWS)):  # where the batch has grown
+        one.begin(step)
         padding = one.next_batch()
-        assert padding.ids.shape == (ROWS, SEQ_LEN + 1)
+        assert padding.ids.shape == (rows, SEQ_LEN + 1)
         assert (padding.labels == -100).all()
         assert (padding.trained_tokens, padding.sources, padding.cursors) == (0, {}, {})
     assert one.error is not None

@@ -109,6 +109,17 @@ def test_nothing_more_is_read_before_step_1_of_a_larger_source(tmp_path, kind):
         assert large[what] == pytest.approx(small[what], rel=0.2), what
 
 
+def test_epochs_of_a_batch_that_grows_are_its_steps_added_up():
+    """10 steps of 4 blocks, then 8 in each: 100 blocks end in step 18, half of them in step 11."""
+    counted = {"blocks": 100, "tokens": 6400, "trained": 700, "passes": 1, "until_end": 100}
+    growing = ({"from_step": 1, "size": 4}, {"from_step": 11, "size": 8})
+    for epochs, steps in ((1, 18), (0.5, 11)):
+        training = TrainingConfig(epochs=epochs, global_batch_size=growing)
+        found = few_steps(training, counted, BESTFIT)
+        assert found is not None
+        assert found.steps == steps
+
+
 @pytest.mark.parametrize(
     ("batch", "processes", "epochs", "blocks", "steps", "remedy"),
     [
