@@ -35,6 +35,12 @@ class Pairs:
         own = slice(int(low), int(high))
         return Pairs(self.rows[own] - first, self.borders[own], self.keys[own], self.desirable[own])
 
+    def of_rows(self, order: np.ndarray) -> Pairs:
+        """Return the pairs of the blocks in another order. order: (n,) int64, numbers of blocks"""
+        moved = order.argsort()[self.rows]
+        own = moved.argsort(kind="stable")
+        return Pairs(moved[own], self.borders[own], self.keys[own], self.desirable[own])
+
 
 class PairTensors:
     """What the loss of the pairs in some rows is computed from, on the device.

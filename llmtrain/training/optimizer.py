@@ -157,9 +157,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer for the trainable parameters of a bare model. It has no state yet.
 
-    fused=False is for tests that compare shardings bit by bit: the fused kernel rounds the end of
-    a tensor in another way than the rest, and shards have other ends. Raises UserError as `arrange`
-    does, and if a package is missing.
+    fused: whether to use torch's fused kernel. On a CPU it rounds the end of a tensor in another
+        way than the rest, and shards have other ends; without it each element is updated alike.
+
+    Raises UserError as `arrange` does, and if a package is missing.
     """
     groups = [
         {
@@ -188,8 +189,9 @@ def make_optimizer(
 def _adamw(
     groups: list[dict[str, Any]], betas: tuple[float, float], *, fused: bool
 ) -> torch.optim.AdamW:
-    kind = FusedAdamW if fused else torch.optim.AdamW
-    return kind(groups, betas=betas, fused=fused)
+    if fused:
+        return FusedAdamW(groups, betas=betas, fused=True)
+    return torch.optim.AdamW(groups, betas=betas, foreach=True)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

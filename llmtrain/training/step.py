@@ -63,6 +63,16 @@ def seed_generators(device: torch.device, seed: int, part: int, step: int) -> No
         torch.cuda.manual_seed(key)
 
 
+def _seed_group(run: Run, number: int) -> None:
+    """Seed the draws of this rank's next micro-batch, whichever rank it is on.
+
+    number: of those before it in this step; `begin` seeds the first one
+    """
+    layout = run.layout
+    group = layout.data_rank + layout.data_size * number
+    seed_generators(run.device, run.config.run.seed, group, run.step + 1)
+
+
 @lru_cache(1)
 def _stream(seed: int, part: int) -> int:
     return mix(seed, _DRAWS, part)
@@ -82,6 +92,8 @@ def update(run: Run, batch: Batch, factor: float) -> None:
         measure_divergence(run, forwards)
     for loss in driver.forward_backward(forwards, scale):
         losses.append(loss)
+        if run.config.training.same_bits:
+            _seed_group(run, len(losses))
         if (added := run.built.loss.router_loss) is not None:
             routers.append(added)
     system.beat("the reduction of a step")
@@ -99,13 +111,13 @@ def gradient_scale(run: Run, batch: Batch) -> Tensor:
     In a run on pairs it is divided by these. What divides is added up over the ranks only where
     these may have different numbers of it.
     """
-    layout = run.layout
+    layout, exact = run.layout, run.config.training.same_bits
     own = batch.trained_tokens if batch.pairs is None else len(batch.pairs.rows)
-    ranks = layout.replicas
+    ranks = 1 if exact else layout.replicas  # whose engine adds gradients up, and no mean of them
     if layout.data_size == 1 or run.data.manifest.always_full:
         return _scale(ranks, max(layout.data_size * own, 1), run.device)
-    told = np.array(own if layout.leads else 0, np.float32)
-    return ranks / sum_over_ranks(on_device(run.device, told)).clamp(min=1)
+    told = np.array(own if layout.leads else 0, np.float64 if exact else np.float32)
+    return (ranks / sum_over_ranks(on_device(run.device, told)).clamp(min=1)).float()
 
 
 @lru_cache(maxsize=1)
@@ -120,6 +132,8 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
     Where processes share each row, they are those of this process's positions.
     """
     device = run.device
+    if run.config.training.same_bits:
+        batch = in_groups(batch, run.built.micro_batch_size)
     ids = on_device(device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
@@ -144,6 +158,25 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
         for row, part in zip(rows, parts, strict=True):
             row["pairs"] = pairs_of(run, pairs, part, batch.labels[part], place)
     return [in_parts(row, own) for row in rows] if shared else rows
+
+
+def in_groups(batch: Batch, size: int) -> Batch:
+    """Return the blocks of a step in the order in which micro-batches are cut with `same_bits`.
+
+    Of n micro-batches the k-th has blocks k, k + n, k + 2n … of this rank. So it has the same ones
+    on any number of processes: of a step's C micro-batches, those with equal numbers modulo C.
+
+    size: blocks of a micro-batch
+    """
+    count = len(batch.ids)
+    order = np.arange(count).reshape(size, count // size).T.ravel()
+    return replace(
+        batch,
+        ids=batch.ids[order],
+        labels=batch.labels[order],
+        starts=None if batch.starts is None else tuple(batch.starts[row] for row in order),
+        pairs=None if batch.pairs is None else batch.pairs.of_rows(order),
+    )
 
 
 def _padded(

@@ -38,6 +38,7 @@ from llmtrain.agreement import Alone
 from llmtrain.config.schema import DdpConfig, DistributedConfig
 from llmtrain.distributed.engines import fsdp, zero
 from llmtrain.distributed.engines.engine import Engine, TorchEngine
+from llmtrain.distributed.engines.exact import ReplicatedExactEngine, ShardedExactEngine
 from llmtrain.distributed.engines.fsdp import Sharding
 from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.engines.zero import DeepSpeedEngine
@@ -165,6 +166,7 @@ def make_accelerator(
     largest_block: int = 0,
     gradient_bytes: int = 0,
     fsdp_sync: str = "every",
+    same_bits: bool = False,
 ) -> Launched:
     """Join the process group (if there is one) and make the `Accelerator` and the control group.
 
@@ -173,6 +175,7 @@ def make_accelerator(
     largest_block: elements of the model's largest block.
     gradient_bytes: of all gradients, in fp32.
     fsdp_sync: every or last, never auto.
+    same_bits: as `training.same_bits`; only under ddp and fsdp2.
 
     Raises torch's error if the rendezvous fails, and UserError if `hsdp` has no mesh or DeepSpeed
     cannot work.
@@ -194,7 +197,7 @@ def make_accelerator(
                 accelerator = zero.make(strategy, precision, timeout, **(own | common))
             # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
             os.environ.setdefault("LOCAL_RANK", "0")
-    return _launched(accelerator, strategy, sharding, cut, timeout)
+    return _launched(accelerator, strategy, sharding, cut, timeout, same_bits)
 
 
 def _launched(
@@ -203,17 +206,20 @@ def _launched(
     sharding: Sharding | None,
     cut: ModelCut,
     timeout: timedelta,
+    same_bits: bool,
 ) -> Launched:
     """Return the launch with its groups of processes, the place of this one, and the engine."""
     ranks: Ranks = RankGroup(timeout) if accelerator.num_processes > 1 else Alone()
     layout = rank_layout(ranks.rank, ranks.world_size, cut)
     groups = model_groups(ranks.world_size, cut, timeout)
+    kind = PipelineEngine if cut.pipeline > 1 else TorchEngine
+    if same_bits:
+        sharded = sharding is not None and ranks.world_size > 1
+        kind = ShardedExactEngine if sharded else ReplicatedExactEngine
     engine: Engine = (
         DeepSpeedEngine(accelerator)
         if family(strategy) == "zero"
-        else (PipelineEngine if cut.pipeline > 1 else TorchEngine)(
-            accelerator, sharding, layout, groups
-        )
+        else kind(accelerator, sharding, layout, groups)
     )
     place = (ranks, cut, layout, groups, accelerator.device)
     return Launched(accelerator, strategy, *place, engine, sharding)

@@ -52,7 +52,7 @@ def with_common_statistics(module: nn.Module, accelerator: Accelerator) -> nn.Mo
     and a resumed run would continue with the statistics of rank 0. Raises UserError on CPUs, which
     SyncBatchNorm does not support.
     """
-    norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS)]
+    norms = [name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)]
     if not norms or accelerator.num_processes == 1:
         return module
     if accelerator.device.type == "cpu":
@@ -78,7 +78,7 @@ _OVERRULED = (
 
 
 # torch has a common class of them, but no public name for it.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,8 @@ def decide_compile(config: schema.Config, processes: Processes, *, document_mask
     if mode is None:
         mode = "off"
         # DeepSpeed's own hooks inside the blocks cut their graphs into pieces.
-        long = config.total_steps >= _LONG_RUN and family(launched.strategy) != "zero"
+        fits = family(launched.strategy) != "zero" and not config.training.same_bits
+        long = config.total_steps >= _LONG_RUN and fits
         if long and launched.device.type == "cuda":
             if missing := compiling.missing_compiler(cpu=False):
                 _log.warning("nothing is compiled, as torch lacks %s", missing)

@@ -175,6 +175,8 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
     training, device = config.training, "cpu" if cpu else "cuda"
     in_chunks = frozen.asked_kernel(training, run_dir) in ("auto", "chunked")
     recompute, sync = config.model.activation_checkpointing, config.distributed.fsdp_sync
+    if training.same_bits:  # each micro-batch is added up by itself
+        sync = "every"
     return memory.Work(
         seq_len=config.data.seq_len,
         global_batch_size=training.batch.unit,

@@ -136,6 +136,7 @@ def _launch(config: Config, planned: Planned, precision: str) -> Launched:
         largest_block=largest_block(planned.shape),
         gradient_bytes=4 * planned.shape.trainable,
         fsdp_sync=layout.fsdp_sync,
+        same_bits=config.training.same_bits,
     )
 
 

@@ -94,7 +94,7 @@ def build_model(
     shape.apply_checkpointing(built.bare, processes.planned.layout.activation_checkpointing)
     if count := compile_blocks(built.bare, compiled):
         _log.info("compiling %s (%d modules) at their first forward", compiled, count)
-    optimizer = make_optimizer(built.bare, config.optimizer)
+    optimizer = make_optimizer(built.bare, config.optimizer, fused=not config.training.same_bits)
     spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
     root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
     room = (root, config.checkpoint, config.total_steps, size, len(spec) + _SMALL_FILES)

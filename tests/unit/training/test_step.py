@@ -19,10 +19,11 @@ import llmtrain
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines import engine
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
+from llmtrain.pairs import Pairs
 from llmtrain.training import loop, stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
-from llmtrain.training.step import begin, host_part, seed_generators
+from llmtrain.training.step import begin, host_part, in_groups, seed_generators
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags, ModelCut, rank_layout
 
 ROOT = Path(__file__).parents[3]
@@ -304,3 +305,35 @@ def test_ddp_gets_no_static_graph():
         assert launched.accelerator.ddp_handler.to_kwargs().get("static_graph", False) is False
     finally:
         close()
+
+
+def blocks_of(rank, ranks, total):
+    """A rank's part of a step whose blocks and pairs have their numbers in them."""
+    own = np.arange(rank, total, ranks)
+    of = np.repeat(np.arange(len(own)), own % 3)  # of 0, 1 or 2 pairs a block
+    within = np.concatenate([np.arange(n % 3) for n in own])
+    keys = np.stack([own[of], within], 1).astype(np.uint64)
+    pairs = Pairs(of, np.zeros((len(of), 3), np.int64), keys, np.ones(len(of), np.bool_))
+    ids, starts = own[:, None].repeat(3, 1), tuple(np.array([0, n]) for n in own)
+    return Batch(ids, ids[:, 1:], 0, starts, {}, 0, 0, {}, {}, 0.0, pairs=pairs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_with_same_bits_each_micro_batch_has_the_same_blocks_on_any_number_of_ranks(size, ranks):
+    total = 72
+    count = total // size  # groups of the step
+    found = {}
+    for rank in range(ranks):
+        batch = in_groups(blocks_of(rank, ranks, total), size)
+        for number, first in enumerate(range(0, total // ranks, size)):
+            part = slice(first, first + size)
+            rows = batch.ids[part, 0].tolist()
+            assert batch.labels[part, 0].tolist() == rows
+            assert [one[1] for one in batch.starts[part]] == rows
+            pairs = batch.pairs.of_blocks(part.start, part.stop)
+            assert [rows[row] for row in pairs.rows] == pairs.keys[:, 0].tolist()
+            within = [n for row in rows for n in range(row % 3)]
+            assert pairs.keys[:, 1].tolist() == within
+            found[rank + ranks * number] = rows
+    assert found == {group: list(range(group, total, count)) for group in range(count)}
