@@ -100,7 +100,9 @@ def train(config: Config, processes: int | None = None) -> Result:
         try:
             return run(config)
         except StoppedEarlyError as stopped:
-            return Result(config.run_dir, "stopped", 0, stopped.reason, stopped.step)
+            return Result(
+                config.run_dir, "stopped", stopped.exit_code, stopped.reason, stopped.step
+            )
 
 
 def _set_variables_of_torch(env: MutableMapping[str, str]) -> None:

@@ -35,7 +35,7 @@ EXIT_CODES = {
     ),
     RESTARTABLE: (
         "a failure that a restart may cure: a process died, the network was away for 15 minutes, "
-        "a rank did not answer",
+        "a rank did not answer; under `--nodes MIN:MAX` also a stop that the launcher caused",
         "give the same command again, or let `llmtrain supervise` do it",
     ),
     1: (

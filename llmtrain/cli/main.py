@@ -177,8 +177,35 @@ def train(
         int | None,
         typer.Option(min=1, metavar="N", help="Start accelerate launch with N processes."),
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Machines that may come and go; give it on each."),
+    ] = None,
+    processes_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="P", help="Processes of each machine.")
+    ] = None,
+    last_call: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="SECONDS", help="How long MIN machines wait for more; 5."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Failures in a row, without a step; 3."),
+    ] = None,
 ) -> None:
     """Train in this process, or start several that do."""
+    of_nodes = {
+        "--processes-per-node": processes_per_node,
+        "--last-call": last_call,
+        "--max-restarts": max_restarts,
+    }
+    if nodes is not None:
+        from llmtrain.tools.launch.machines import launch_on_machines
+
+        options.refuse({"--processes": processes}, "no such option beside --nodes")
+        places = (nodes, processes_per_node, last_call, max_restarts)
+        _end(launch_on_machines(config, overrides or [], accelerate, *places))
+    options.refuse(of_nodes, "no such option without --nodes MIN:MAX")
     if accelerate is None and processes is None:
         from llmtrain.cli.rank import train_here
 

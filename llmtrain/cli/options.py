@@ -18,7 +18,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmtrain import config as config_package, system
+from llmtrain.errors import Problem, raise_any
 from llmtrain.text import harmless
 
 _KEYS = Path(config_package.__file__).with_name("keys.json")
@@ -166,6 +167,11 @@ AccelerateFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def refuse(given: Mapping[str, object], expected: str) -> None:
+    """Raise UserError that lists the options that are given, each with what was expected."""
+    raise_any([Problem(key, one, expected) for key, one in given.items() if one is not None])
 
 
 WIDTH = 80

@@ -61,7 +61,9 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
             raise PeerError(mark.reason, mark.code, mark.rank)
         digest = own
         result = llmtrain.train(config)
-        code, message = result.exit_code, _report(result.run_dir)
+        code, message = result.exit_code, ""
+        if not code:  # else the launcher forms another group, which no report is to delay
+            message = _report(result.run_dir)
     except Exception as error:
         if digest is not None:
             _mark(run_dir, digest, error)

@@ -47,6 +47,7 @@ LOCK = "lock"
 SHARED = ".shared"  # one name, so that a killed start leaves at most one file
 STOP, SAVE = "STOP", "SAVE"
 TOKENIZER, CHECKPOINTS, LOGS = "tokenizer", "checkpoints", "logs"
+RENDEZVOUS = "rendezvous"
 PROFILE, OPERATORS = "profile", "operators.json"
 STAGED = "staged"  # a new tokenizer and manifest, until they replace those of the run
 
@@ -78,6 +79,7 @@ WORDS = {
     LOCK: "names the process that uses the directory; it changes every 5 s while that one lives",
     STOP: "make it (`touch`) to stop the run with a checkpoint; it is deleted at the end",
     SAVE: "make it (`touch`) for a checkpoint now; it is deleted when the save begins",
+    f"{RENDEZVOUS}/": "where the machines of `--nodes MIN:MAX` meet; it is removed at the end",
     f"{STAGED}/": "a new tokenizer and manifest, until they replace those of the run",
 }
 
@@ -85,7 +87,7 @@ _FOLDER, _FILE = "a directory", "a regular file"
 # For each row: a folder, a pattern of names in it, and what they must be if they exist.
 # `footers` is missing here, since data can be read without it.
 _KINDS = (
-    ("", r"checkpoints|logs|tokenizer|profile|reference|staged(\.partial)?", _FOLDER),
+    ("", r"checkpoints|logs|tokenizer|profile|reference|rendezvous|staged(\.partial)?", _FOLDER),
     ("", r"(config\.yaml|(auto|manifest|status|trackers)\.json)(\.partial)?", _FILE),
     (
         "",
@@ -140,7 +142,7 @@ def is_run(path: Path) -> bool:
 def is_begun(path: Path) -> bool:
     """Whether a directory is that of a run, or of a start that has made nothing but its lock."""
     names = {found.name for found in path.iterdir()} if path.is_dir() else {""}
-    return is_run(path) or names <= {LOCK, SHARED, LOGS, CONFIG}
+    return is_run(path) or names <= {LOCK, SHARED, LOGS, CONFIG, RENDEZVOUS}
 
 
 def log_file(run_dir: Path, rank: int) -> Path:

@@ -37,6 +37,7 @@ from llmtrain.system import is_alive, start_time
 
 BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
+_HAND_OVER_LOOKS, _HAND_OVER_SECONDS = 300, 0.2
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 _FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.ENODEV)
 _log = logging.getLogger(__name__)
@@ -77,7 +78,14 @@ class RunLock:
         run_id: str,
         beat_seconds: float = BEAT_SECONDS,
         wait: Callable[[float], object] = time.sleep,
+        *,
+        handed_over: bool = False,
     ) -> None:
+        """handed_over: whether a launcher passes the run from machine to machine.
+
+        It has found that file locks work, so a free one proves that its holder has ended, wherever
+        that was; and a holder that still saves is waited for, up to a minute.
+        """
         self.takeover: str | None = None
         self.lost: str | None = None
         self.made_again = 0
@@ -86,6 +94,7 @@ class RunLock:
         self._holder = Holder(
             socket.gethostname(), boot_id(), pid, start_time(pid), run_id, since=now
         )
+        self._handed_over = handed_over
         self._beat_seconds = beat_seconds
         self._wait = wait
         self._end = threading.Event()
@@ -127,15 +136,12 @@ class RunLock:
 
         None: the file names none. Raises UserError if that process may be alive.
         """
-        free = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            free = False
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            _log.warning("this file system has no flock: the JSON of the lock alone decides")
+        free = self._take(descriptor)
+        for _ in range(_HAND_OVER_LOOKS if self._handed_over else 0):
+            if free:
+                break
+            self._wait(_HAND_OVER_SECONDS)
+            free = self._take(descriptor)
         other = read(self._path)
         if free and other is None:
             return None
@@ -148,8 +154,21 @@ class RunLock:
             raise UserError(Problem("run.dir", self._path.parent, expected, remedy))
         return reason
 
+    def _take(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            _log.warning("this file system has no flock: the JSON of the lock alone decides")
+        return True
+
     def _why_left(self, other: Holder) -> str | None:
         """Return why `other` counts as ended; None if it may be alive."""
+        if self._handed_over:
+            return f"its lock on host {other.host} is free"
         if other.host != self._holder.host:
             # Watch the beat of a process on another host; return as `_why_left` does.
             for _ in range(WATCHED_BEATS):
@@ -214,6 +233,27 @@ class RunLock:
         body = json.dumps(asdict(self._holder))[:-1].encode().ljust(510) + b"}\n"
         os.pwrite(self._descriptor, body, 0)
         os.fsync(self._descriptor)
+
+
+def check_file_locks(run_dir: Path) -> None:
+    """Raise UserError if the file system of a run directory has no file locks.
+
+    Machines that come and go find each other by them. Makes the directory.
+    """
+    with writable(run_dir):
+        descriptor = _open(run_dir / LOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # a run holds it
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            expected = f"a directory with file locks, by which machines meet ({error.strerror})"
+            remedy = "mount it with them (NFS: not nolock; Lustre: flock), or set another run.dir"
+            raise UserError(Problem("run.dir", run_dir, expected, remedy)) from error
+        finally:
+            os.close(descriptor)
 
 
 def is_held(run_dir: Path) -> bool:

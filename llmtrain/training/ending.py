@@ -23,19 +23,20 @@ from llmtrain.training.run.journal import Journal
 from llmtrain.training.run.run import Run
 from llmtrain.training.run_state import count_documents
 from llmtrain.training.step import flags
-from llmtrain.training.stop import Signals, asked
+from llmtrain.training.stop import Signals, asked, stop_code
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
 
 
 class StoppedEarlyError(Exception):
-    """A stop outside the loop on which all ranks agreed; everything is saved (exit code 0)."""
+    """A stop outside the loop on which all ranks agreed; everything is saved."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
         self.reason = reason
         self.step = step
+        self.exit_code = stop_code(reason, os.environ)
 
 
 def finish(run: Run) -> Result:
@@ -47,15 +48,17 @@ def finish(run: Run) -> Result:
     reason = run.due.ended_by(run.step) if finished else run.due.stop_reason
     for label, met in count_documents(run).items():
         report_documents(run.journal, run.step, label, met)
-    run.requests.end_stop()
+    code = 0 if finished else stop_code(reason, os.environ)
+    if not code:  # else a STOP is for the next start, which the launcher makes
+        run.requests.end_stop()
     if finished and not run.meter.tokens:
         expected = "at least one trained token in the whole run; the weights are as they began"
         remedy = "look at the rows, and at the padding of each lane: llmtrain data inspect"
         raise errors.UserError(errors.Problem("training.steps", run.steps, expected, remedy))
-    run.journal.end(state, 0, reason)
+    run.journal.end(state, code, reason)
     why = f" ({reason})" if reason else ""
     _log.info("%-10s step %s of %s%s", state, f"{run.step:,}", f"{run.steps:,}", why)
-    return Result(run.run_dir, state, 0, reason, run.step)
+    return Result(run.run_dir, state, code, reason, run.step)
 
 
 def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, int]) -> None:
@@ -90,8 +93,10 @@ def end_without_data(run: Run, step: int) -> None:
     if curable and run.due.unsaved(run.step):
         saving.begin(run, run.step, stops[0] if stops else "data_failed", last=True)
     if curable and stops:
-        run.requests.end_stop()
-        raise StoppedEarlyError(stops[0], run.step)
+        stopped = StoppedEarlyError(stops[0], run.step)
+        if not stopped.exit_code:
+            run.requests.end_stop()
+        raise stopped
     refuse(vote, run.feed.error)
 
 
@@ -132,9 +137,11 @@ def stop_alone(journal: Journal, reason: str) -> int:
     When a launcher has lost a rank, it stops the others just as it does when a person asks it to.
     So a rank that is stopped here writes a mark, and rank 0 looks for ranks that ended without one.
     """
+    own = stop_code(reason, os.environ)
     if journal.rank:
-        failures.write(journal.run_dir, journal.rank, 0, f"stopped before the ranks met ({reason})")
-        return 0
+        text = f"stopped before the ranks met ({reason})"
+        failures.write(journal.run_dir, journal.rank, own, text, lost_peer=bool(own))
+        return own
     lost = reason == "launcher_lost"
     dead = [] if lost else failures.silent(journal.run_dir, os.environ)
     failed = None if lost else failures.outranking(journal.run_dir, seconds=0)
@@ -144,8 +151,8 @@ def stop_alone(journal: Journal, reason: str) -> int:
         names = ", ".join(str(rank) for rank in dead)
         code, why = errors.RESTARTABLE, f"rank {names} died before the ranks met"
     else:
-        journal.end("stopped", 0, reason)
-        return 0
+        journal.end("stopped", own, reason)
+        return own
     failures.write(journal.run_dir, 0, code, why, lost_peer=True)
     _log.error("%s", why)
     journal.end("failed", code, why)
@@ -161,7 +168,7 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
     try:
         yield
     except StoppedEarlyError as stopped:
-        journal.end("stopped", 0, stopped.reason)
+        journal.end("stopped", stopped.exit_code, stopped.reason)
         raise
     except Exception as error:
         lost = lost_peer(error)

@@ -31,6 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain import system
+from llmtrain.errors import RESTARTABLE
 from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.text import parse_duration
 from llmtrain.types import Flags
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import CheckpointConfig
 
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
+# Names a file that exists when the launcher is about to form its group of ranks again, with more or
+# fewer machines: a signal means that then. It is set where the launcher can do so at all, and then
+# a stop that the launcher has caused ends with 75, so that it forms another group.
+REGROUP = "LLMTRAIN_REGROUP"
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too
 _GRACE_SECONDS = 30  # the default of torch 2.13
 _SAFE_SHARE = 0.7
@@ -74,7 +79,8 @@ class Signals:
     def reason(self) -> str | None:
         """Why to stop: `launcher_lost`, the name of a signal, or None.
 
-        `launcher_lost` takes precedence over the signal that the death of a launcher causes.
+        `launcher_lost` takes precedence over the signal that the death of a launcher causes. It is
+        also the reason if the launcher forms its group again.
         """
         if self._lost or self._parent not in (None, os.getppid()):
             self._lost = True
@@ -84,7 +90,8 @@ class Signals:
         fresh = time.monotonic() - self._signalled < _DYING_SECONDS
         if self._parent is not None and self._signal == "SIGTERM" and fresh:
             return None
-        return self._signal
+        regroups = self._signal is not None and Path(os.environ.get(REGROUP, "")).is_file()
+        return "launcher_lost" if regroups else self._signal
 
     def install(self) -> None:
         """Catch the signals that ask for a stop; do nothing outside the main thread.
@@ -262,6 +269,11 @@ def _write_line(line: bytes) -> None:
 
 def _write_stacks_to(descriptor: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True, chain=False)
+
+
+def stop_code(reason: str | None, environ: Mapping[str, str]) -> int:
+    """Return the exit code of a stop. reason: one of `STOPS`"""
+    return RESTARTABLE if reason == "launcher_lost" and REGROUP in environ else 0
 
 
 def _has_launcher(environ: Mapping[str, str]) -> bool:

@@ -46,6 +46,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "rundir.reference": {"numpy", "xxhash"},
     "training": {"torch", "accelerate", "numpy"},
     "training.stop": set(),
+    "tools.launch.elastic": {"torch"},
     "tools.use.load": {"pydantic"},
     "cli": {"typer"},
 }

@@ -84,10 +84,11 @@ class Network:
     def start(
         self, node: int, command: Sequence[str], output: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a program on a node; its output is appended."""
+        """Start a program on a node, whose host name is its own; its output is appended."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"node-{node}"]
         with output.open("ab") as file:
             program = subprocess.Popen(
-                ["ip", "netns", "exec", self.names[node], *command],
+                ["ip", "netns", "exec", self.names[node], *named, *command],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,

@@ -201,10 +201,15 @@ class Forward:
     child: Popen[bytes] | None = None
     asked: signal.Signals | None = None
 
+    def __init__(self, *, may_leave: bool = False) -> None:
+        """may_leave: whether SIGUSR1 is passed on as it is, to a launcher that knows it."""
+        self._may_leave = may_leave
+
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         # USR1 would kill torch's launcher and orphan its ranks; TERM asks for the same stop.
-        self.asked = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        as_it_is = (signal.SIGINT, *([signal.SIGUSR1] if self._may_leave else []))
+        self.asked = signal.Signals(number) if number in as_it_is else signal.SIGTERM
         self.tell()
 
     def tell(self) -> None:
@@ -215,14 +220,14 @@ class Forward:
 
 
 @contextmanager
-def passing_signals_on() -> Iterator[Forward]:
+def passing_signals_on(*, may_leave: bool = False) -> Iterator[Forward]:
     """Pass stop signals of this process on to the `child` of the `Forward` that is yielded.
 
     The signals are SIGTERM, SIGINT, SIGHUP and SIGUSR1. Orphaned descendants become children of
     this process meanwhile. Python passes signals to the main thread alone, so that in another one
     none is passed on.
     """
-    forward = Forward()
+    forward = Forward(may_leave=may_leave)
     main = threading.current_thread() is threading.main_thread()
     old = {one: signal.signal(one, forward) for one in (system.stop_signals() if main else ())}
     system.adopt_orphans(True)  # ranks of a launcher that was killed become our children

@@ -47,7 +47,7 @@ def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
     options = ["--rdzv_backend", backend]
     if backend != "c10d":
         return options, {}
-    own, theirs = _addresses(first)
+    own, theirs = address_towards(first)
     here = own == theirs
     return [*options, "--rdzv_conf", f"is_host={int(here)}"], {
         "PET_LOCAL_ADDR": first if here else own,
@@ -57,8 +57,11 @@ def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
     }
 
 
-def _addresses(first: str) -> tuple[str, str]:
-    """Return this machine's address on the route to `first`, and the address of `first`."""
+def address_towards(first: str) -> tuple[str, str]:
+    """Return this machine's address on the route to `first`, and the address of `first`.
+
+    Raises UserError if there is no route.
+    """
     try:
         found = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
@@ -91,17 +94,13 @@ def launch(
     Raises UserError before anything is started.
     """
     env = dict(os.environ if env is None else env)
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
-        if name in env:  # each of its ranks would start all processes again
-            expected = "no launcher around this process: it starts one itself"
-            remedy = "leave --accelerate and --processes out"
-            raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
+    launched_already(env, "leave --accelerate and --processes out")
     raise_any(launcher_problems(env), "the launch")
     if accelerate_file is None:
-        file, wrong = _of_this_machine(processes or 1, env), list[Problem]()
+        file, wrong = of_this_machine(processes or 1, env), list[Problem]()
     else:
         file, wrong = parse_launch_file(accelerate_file, processes)
-    rules = [lambda: wrong, *_rules(config_file, file, env)]
+    rules = [lambda: wrong, *launch_rules(config_file, file, env)]
     try:
         config = load_config(config_file, overrides, rules)
     except UserError as error:
@@ -109,7 +108,7 @@ def launch(
         raise UserError(*error.problems, where=where) from None
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
-            file = _written(file, Path(folder) / "accelerate.yaml", config.training.precision)
+            file = written(file, Path(folder) / "accelerate.yaml", config.training.precision)
         env[LAUNCHED] = str(report := Path(folder) / "ended")
         if file.on_cpu:  # torch's launcher does not set these, and sharding looks for devices
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -125,7 +124,15 @@ def launch(
         return run_launcher(command, env, report, config.run_dir, output)
 
 
-def _written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
+def launched_already(env: Mapping[str, str], remedy: str) -> None:
+    """Raise UserError if a launcher has started this process: each rank would start all again."""
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
+        if name in env:
+            expected = "no launcher around this process: it starts one itself"
+            raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
+
+
+def written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
     """Write the launch of this machine to a file. precision: as the config asks for it."""
     fp32 = precision == "fp32" or (file.on_cpu and precision == "auto")
     values = {**file.values, "mixed_precision": "no" if fp32 else "bf16"}
@@ -133,7 +140,7 @@ def _written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
     return replace(file, path=path)
 
 
-def _rules(config_file: str, file: LaunchFile, env: Mapping[str, str]) -> list[Rule]:
+def launch_rules(config_file: str, file: LaunchFile, env: Mapping[str, str]) -> list[Rule]:
     """Return the rules for the config of a launch. env: in which the launcher is started."""
     told = file.environment
     exported = {} if file.path else {name: env[name] for name in env.keys() - told.keys()}
@@ -155,11 +162,11 @@ def _deepspeed_problems(
 
 def plain_launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
     """Return why a start of this many processes here would be refused; nothing is started."""
-    rules = _rules("", _of_this_machine(processes, env), env)
+    rules = launch_rules("", of_this_machine(processes, env), env)
     return launcher_problems(env) or list(apply(rules, dict(config)))
 
 
-def _of_this_machine(processes: int, env: Mapping[str, str]) -> LaunchFile:
+def of_this_machine(processes: int, env: Mapping[str, str]) -> LaunchFile:
     """Return the settings of a start without a file of accelerate, but for the precision."""
     here = Hardware(0, None, processes, 1, cpu=not has_gpu(env))
     values = launch_values("ddp", here, "fp32")
@@ -182,10 +189,13 @@ def run_launcher(
     report: Path,
     run_dir: Path,
     output: IO[bytes] | None = None,
+    *,
+    may_leave: bool = False,
 ) -> child.Ended:
     """Start a launcher, wait for it and for ranks that outlive it; return how the run ended.
 
     report: where rank 0 writes its exit report
+    may_leave: whether the launcher knows SIGUSR1, and gets it instead of SIGTERM
 
     Meanwhile SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the launcher.
     """
@@ -194,7 +204,7 @@ def run_launcher(
         # Ranks whose launcher was killed stop and save by themselves.
         child.wait_until(lambda: report.exists() or not child.living_children(others))
 
-    with child.passing_signals_on() as forward:
+    with child.passing_signals_on(may_leave=may_leave) as forward:
         end = child.run_child(command, env, run_dir, forward, wait_for_ranks, report, output)
     if report.exists():
         return end

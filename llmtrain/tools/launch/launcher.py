@@ -31,7 +31,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    torchs, said = logging.getLogger("torch.distributed"), _Log(log)
+    torchs, said = logging.getLogger("torch.distributed"), LauncherLog(log)
     torchs.handlers, torchs.propagate = [said], False  # its own one writes to stderr
     try:
         launch()
@@ -52,7 +52,7 @@ def tell(log: Path, text: str) -> None:
         sys.stderr.write(lines)
 
 
-class _Log(logging.Handler):
+class LauncherLog(logging.Handler):
     """Appends the lines of a logger to a file; keeps them while its folder does not exist."""
 
     def __init__(self, log: Path) -> None:
@@ -62,6 +62,7 @@ class _Log(logging.Handler):
         self._kept: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """See base class."""
         self.tell(self.format(record))
 
     def tell(self, text: str) -> None:

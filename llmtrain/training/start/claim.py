@@ -38,6 +38,7 @@ from llmtrain.model import untrusted
 from llmtrain.rundir import contents, failures, record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import kept_status, read_status, start_status
+from llmtrain.training.stop import REGROUP
 from llmtrain.types import JsonObject, ModelCut
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Cla
         known = read_status(run_dir)
         run_id = known.get("run_id") or _last(jsonl.record(run_dir), "start", "run_id", str)
         run_id = run_id or _find_saved_run(run_dir) or uuid.uuid4().hex
-    with RunLock(run_dir, run_id) as lock:
+    with RunLock(run_dir, run_id, handed_over=REGROUP in os.environ) as lock:
         files.probe_directory(run_dir)
         record = jsonl.record(run_dir)
         started = any(line["kind"] == "start" for line in record)

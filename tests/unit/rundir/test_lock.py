@@ -15,7 +15,7 @@ import pytest
 from llmtrain import system
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir import lock
-from llmtrain.rundir.lock import RunLock
+from llmtrain.rundir.lock import RunLock, check_file_locks
 
 HOLD = """
 import sys, time
@@ -371,3 +371,56 @@ def test_a_run_directory_that_is_deleted_is_left_to_the_next_save(tmp_path):
         assert not run_dir.exists()
         held.keep()
         assert lock.read(run_dir / "lock").pid == os.getpid()
+
+
+@pytest.mark.launches
+def test_a_lock_that_a_launcher_hands_over_is_taken_at_once_from_another_host(tmp_path):
+    left_by(tmp_path, host="elsewhere", boot_id="another")
+    waited = []
+    with RunLock(tmp_path, "ours", wait=waited.append, handed_over=True) as ours:
+        assert ours.takeover == "its lock on host elsewhere is free"
+    assert waited == []
+
+
+@pytest.mark.launches
+def test_a_lock_that_is_handed_over_is_waited_for_while_its_holder_saves(tmp_path, holder):
+    waited = []
+
+    def wait(seconds):
+        waited.append(seconds)
+        holder.stdin.close()
+        holder.wait()
+
+    with RunLock(tmp_path, "ours", wait=wait, handed_over=True):
+        assert len(waited) == 1
+
+
+@pytest.mark.launches
+def test_a_holder_that_does_not_end_is_in_use_when_a_lock_is_handed_over_too(tmp_path, holder):
+    waited = []
+    with (
+        pytest.raises(UserError, match=f"in use by pid {holder.pid}"),
+        RunLock(tmp_path, "ours", wait=waited.append, handed_over=True),
+    ):
+        pass
+    assert sum(waited) == pytest.approx(60)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_directory_without_file_locks_is_no_place_for_machines_to_meet(
+    tmp_path, monkeypatch, number
+):
+    check_file_locks(tmp_path)
+
+    def without(_descriptor, _operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lock.fcntl, "flock", without)
+    with pytest.raises(UserError, match="file locks") as refused:
+        check_file_locks(tmp_path)
+    assert os.strerror(number) in str(refused.value)
+
+
+@pytest.mark.launches
+def test_a_directory_in_use_has_file_locks(tmp_path, holder):
+    check_file_locks(tmp_path)

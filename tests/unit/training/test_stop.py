@@ -12,8 +12,8 @@ import pytest
 
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.training import stop
-from llmtrain.training.stop import Requests
-from llmtrain.types import Flags
+from llmtrain.training.stop import Requests, stop_code
+from llmtrain.types import STOPS, Flags
 
 
 @dataclass
@@ -403,3 +403,23 @@ def test_the_first_signal_cuts_short_what_a_step_waits_for():
         assert woken.wait(60)
     assert len(calls) == 1
     assert calls[0] is not threading.main_thread()
+
+
+def test_a_signal_of_a_launcher_that_forms_its_group_again_is_no_persons(tmp_path, monkeypatch):
+    note = tmp_path / "regroup"
+    monkeypatch.setenv(stop.REGROUP, str(note))
+    with stop.catching() as signals:
+        note.touch()
+        assert signals.reason is None  # nobody has signalled yet
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.reason == "launcher_lost"
+        note.unlink()
+        assert signals.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize("reason", STOPS)
+def test_a_stop_ends_with_75_only_where_the_launcher_starts_the_run_again(reason):
+    assert stop_code(reason, {}) == 0
+    again = reason == "launcher_lost"
+    assert stop_code(reason, {stop.REGROUP: "/tmp/x"}) == (75 if again else 0)
+    assert stop_code(None, {stop.REGROUP: "/tmp/x"}) == 0

@@ -1,0 +1,432 @@
+"""One machine's part of a run on MIN to MAX machines: torch's elastic agent, and where it meets.
+
+    python -m llmtrain.tools.launch.elastic RUN SETTINGS --config_file FILE CONFIG [OVERRIDE …]
+
+    this process, the agent ── rank, rank, …          RUN/rendezvous/1/  state, store
+    the agents of other machines ─────────────────────┘
+
+The agents meet in a shared folder, so that no machine is needed more than another. torch's state
+machine decides who takes part; this module gives it a place, and does what it leaves open:
+
+    a group is formed again     its ranks are told before they are signalled, and end with 75
+    a person stops this agent   the rendezvous is closed, and with it the run ends everywhere
+    SIGUSR1, no parent          this machine leaves, and the others continue
+    a number of machines that does not divide the batch    some of them wait
+
+The trap: torch's own backend for files appends each heartbeat to a log, some 100 MB a day for two
+machines and more than a GB for sixteen. Here the state is one small file that is replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed import (  # type: ignore[attr-defined]  # not in __all__
+    DistStoreError,
+    FileStore,
+    PrefixStore,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    create_handler,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from llmtrain import system
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.rundir import contents, failures
+from llmtrain.rundir.status import read_status
+from llmtrain.tools.launch.child import read_exit_report, wait_until
+from llmtrain.tools.launch.launcher import LauncherLog
+from llmtrain.tools.launch.machines import AgentSettings
+from llmtrain.tools.launch.supervise import RESTARTS
+from llmtrain.training.stop import LAUNCHED, REGROUP
+from llmtrain.types import JsonMapping
+
+_BACKEND = "llmtrain"
+_KEEP_ALIVE_SECONDS = 2
+_KEEP_ALIVE_ATTEMPTS = 3
+_STORE_SECONDS = 20.0  # for what a machine of a new group writes at once, unless it has died
+_EXIT_SECONDS = 5.0  # for the machines of a group that has ended to see each other's end
+_SETTLE_SECONDS = 30.0  # for rank 0 on another machine to record how the run has ended
+_NEVER = 1_000_000  # restarts: torch counts changes of machines among them, see `_Machines`
+
+
+class EndedError(Exception):
+    """The run has ended, or can't go on, for all machines. code: the exit code of the run."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Folder:
+    """The folder in which machines meet, with a number for each run of the launch.
+
+        RUN/rendezvous/agents    locked (shared) by each agent while it lives
+        RUN/rendezvous/1/        of an earlier launch, closed
+        RUN/rendezvous/2/        state, store, settings
+
+    The last agent removes it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Enter the folder; make it if it does not exist."""
+        self._root = root
+        while True:
+            root.mkdir(parents=True, exist_ok=True)
+            path = root / "agents"
+            with suppress(FileNotFoundError):  # the last agent has just removed the folder
+                self._agents = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fcntl.flock(self._agents, fcntl.LOCK_SH)
+                if system.is_at(path, self._agents):
+                    break
+                os.close(self._agents)
+        numbers = [int(one.name) for one in root.iterdir() if one.name.isdecimal()]
+        newest = max(numbers, default=1)
+        self.path = root / str(newest + is_closed(root / str(newest)))
+        self.path.mkdir(exist_ok=True)
+
+    def leave(self) -> None:
+        """Leave the folder, and remove it if no other agent is there."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._agents, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._root, ignore_errors=True)
+        os.close(self._agents)
+
+
+def is_closed(folder: Path) -> bool:
+    """Whether the launch that met in this folder has ended for all machines."""
+    return (folder / "closed").exists()
+
+
+class _SharedFile(RendezvousBackend):
+    """The state of a rendezvous in one file. Its token is the state itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def name(self) -> str:
+        """See base class."""
+        return _BACKEND
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """See base class."""
+        try:
+            state = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RendezvousConnectionError(f"{self._path} could not be read") from error
+        return state, state
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """See base class."""
+        try:
+            with locked(self._path.with_name("lock")):
+                now = self.get_state()
+                if now is None and token is not None:
+                    return None
+                if now is not None and now[1] != token:
+                    return *now, False
+                system.write_durably(self._path, state, sync=False)
+        except OSError as error:
+            raise RendezvousConnectionError(f"{self._path} could not be written") from error
+        return state, state, True
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock during the block. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class _Brief(PrefixStore):
+    """A store in which agents wait only briefly for each other's end.
+
+    torch waits five minutes, also for an agent that a person has stopped.
+    """
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a wait may take, but no longer than `_EXIT_SECONDS`."""
+        super().set_timeout(min(timeout, timedelta(seconds=_EXIT_SECONDS)))
+
+
+class Machines(RendezvousHandler):
+    """torch's rendezvous, with what a run needs between two groups.
+
+    joined: whether this machine has been in a group
+    """
+
+    def __init__(
+        self, run_dir: Path, folder: Path, settings: AgentSettings, report: Path, regroup: Path
+    ) -> None:
+        """report: of rank 0, if it is here. regroup: a file; see `stop.REGROUP`."""
+        self.joined = False
+        self._run_dir, self._folder, self._settings = run_dir, folder, settings
+        self._report, self._regroup = report, regroup
+        self._groups = self._failed = self._world = 0
+        self._before: JsonMapping = {}
+        self._marks: dict[Path, tuple[int, int]] = {}
+        params = RendezvousParameters(
+            _BACKEND,
+            str(folder),
+            "llmtrain",
+            settings.counts[0],
+            settings.counts[-1],
+            settings.address,
+            last_call_timeout=settings.last_call,
+            keep_alive_interval=_KEEP_ALIVE_SECONDS,
+            keep_alive_max_attempt=_KEEP_ALIVE_ATTEMPTS,
+        )
+        store = FileStore(str(folder / "store"), -1)
+        store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._torchs = create_handler(store, _SharedFile(folder / "state"), params)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks use a store of their agent; no, rank 0 opens one for each group."""
+        return False
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return _BACKEND
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._torchs.get_run_id()
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return self._torchs.is_closed()
+
+    def set_closed(self) -> None:
+        """End the run for all machines."""
+        (self._folder / "closed").touch()
+        self._torchs.set_closed()
+
+    def shutdown(self) -> bool:
+        """Stop taking part. A machine that has only waited does not end the run of the others."""
+        if self.joined:
+            (self._folder / "closed").touch()
+            return self._torchs.shutdown()
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many machines wait. If any does, the agent signals its ranks next."""
+        waiting = self._torchs.num_nodes_waiting()
+        if waiting:
+            self._regroup.touch()
+        return waiting
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Form a group. Raises EndedError if that would not help."""
+        self._judge()
+        info = self._meet()
+        if info.world_size != self._world:
+            self._failed = 0
+        self.joined, self._world = True, info.world_size
+        self._groups += 1
+        self._before, self._marks = read_status(self._run_dir), failures.versions(self._run_dir)
+        for file in (self._regroup, self._report):
+            file.unlink(missing_ok=True)
+        os.environ[RESTARTS] = str(self._groups - 1)
+        store = _Brief("", info.store)
+        used = self._used(info.world_size)
+        return RendezvousInfo(store, info.rank, used, info.bootstrap_store_info)  # type: ignore[arg-type]  # as torch's own do
+
+    def _meet(self) -> RendezvousInfo:
+        """Wait until this machine is one of those that train."""
+        while True:
+            try:
+                info = self._torchs.next_rendezvous()
+            except RendezvousGracefulExitError as error:
+                raise RendezvousClosedError(str(error)) from error
+            except (RendezvousTimeoutError, DistStoreError):
+                continue  # no machine has come yet, or one died while the group was formed
+            used = self._used(info.world_size)
+            if info.rank < used:
+                return info
+            _say(
+                f"this machine waits: with {info.world_size} machines × {self._settings.processes} "
+                f"processes the batch cannot be divided, so {used} of them train"
+            )
+            while not self._torchs.num_nodes_waiting():
+                if self._torchs.is_closed():
+                    raise RendezvousClosedError
+                time.sleep(1.0)
+
+    def _used(self, machines: int) -> int:
+        """Return how many of so many machines train: the most that divide the batch."""
+        return max(count for count in self._settings.counts if count <= machines)
+
+    def _judge(self) -> None:
+        """Raise EndedError if the ranks have ended in a way that another group would repeat.
+
+        Counts failures in a row. A change of machines is none, and neither is a group that has made
+        a step.
+        """
+        if not self._groups:
+            return
+        said, now = read_exit_report(self._report), read_status(self._run_dir)
+        mark = failures.worst(failures.new_since(self._run_dir, self._marks))
+        code, message = said or (RESTARTABLE, "")
+        if mark is not None and mark.is_cause and code in (0, RESTARTABLE):
+            code, message = mark.code, f"error: {mark}"
+        if code in (UserError.exit_code, DISK_FAILED):
+            raise EndedError(code, message)
+        stopped = now.get("state") == "stopped"
+        progress = now.get("step") != self._before.get("step")
+        self._failed = 0 if stopped or progress else self._failed + 1
+        if self._failed > self._settings.max_restarts:
+            why = f"{self._settings.max_restarts} restarts without a step"
+            text = f"error: {why}; the last: {message or now.get('reason') or 'no message'}"
+            raise EndedError(code or RESTARTABLE, text)
+
+
+class AgentSignals:
+    """The signals that the agent gets: whether this machine leaves, or the run ends everywhere."""
+
+    def __init__(self, regroup: Path) -> None:
+        self.leaves = False
+        self._regroup, self._parent = regroup, os.getppid()
+        for number in system.stop_signals():
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 or os.getppid() != self._parent:
+            self.leaves = True
+            self._regroup.touch()
+        kind = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM  # for the ranks
+        raise SignalException(f"received {signal.Signals(number).name}", kind)
+
+
+def main() -> None:
+    """Run the agent of this machine, and write how the run has ended for it."""
+    run_dir, settings, *command = sys.argv[1:]
+    command = command[2:]  # without --config_file FILE, which ranks look for in their ancestors
+    log = LauncherLog(contents.launcher_log(Path(run_dir)))
+    torchs = logging.getLogger("torch.distributed")
+    torchs.handlers, torchs.propagate = [log], False
+    report = Path(os.environ[LAUNCHED])
+    try:
+        code, message = _run(Path(run_dir), _settings(settings), report, command)
+    except UserError as error:
+        code, message = error.exit_code, f"error: {error}"
+    finally:
+        log.end(os.environ)
+    system.write_durably(report, json.dumps([code, message]).encode(), sync=False)
+    sys.exit(1 if code else 0)
+
+
+def _settings(text: str) -> AgentSettings:
+    values = json.loads(text)
+    return AgentSettings(**{**values, "counts": tuple(values["counts"])})
+
+
+def _run(
+    run_dir: Path, settings: AgentSettings, report: Path, command: Sequence[str]
+) -> tuple[int, str]:
+    """Take part until the run has ended or this machine leaves; return exit code and message."""
+    regroup = Path(os.environ.setdefault(REGROUP, str(report.with_name("regroup"))))
+    # torch 2.13 keeps the addresses of ranks for the next group, and some would call dead ones.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # the same number of ranks on each machine
+    signals = AgentSignals(regroup)
+    folder = Folder(run_dir / contents.RENDEZVOUS)
+    try:
+        _agree(folder.path, settings)
+        handler = Machines(run_dir, folder.path, settings, report, regroup)
+        rendezvous_handler_registry.register(_BACKEND, lambda _params: handler)
+        config = LaunchConfig(
+            min_nodes=settings.counts[0],
+            max_nodes=settings.counts[-1],
+            nproc_per_node=settings.processes,
+            run_id="llmtrain",
+            rdzv_backend=_BACKEND,
+            max_restarts=_NEVER,
+            local_addr=settings.address,
+            signals_to_handle="SIGQUIT",  # the others are ours
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "llmtrain", "train", *command)
+        except SignalException:
+            if signals.leaves or not handler.joined:
+                return 0, "this machine has left the run; the others continue"
+            handler.set_closed()
+        except EndedError as ended:
+            return ended.code, str(ended)
+        except (RendezvousClosedError, ChildFailedError):
+            pass  # what the run says of its end counts
+        return _outcome(run_dir, report)
+    finally:
+        folder.leave()
+
+
+def _agree(folder: Path, settings: AgentSettings) -> None:
+    """Check that the machine that came first has the same settings, or write them if this is it."""
+    path = folder / "settings"
+    with locked(folder / "lock"):
+        if not path.exists():
+            path.write_text(str(settings), encoding="utf-8")
+        first = path.read_text(encoding="utf-8")
+    if first != str(settings):
+        expected = f"{first}, as on the machine that began this run"
+        remedy = "the same command on every machine; to change it, stop the run and start it again"
+        raise UserError(Problem("--nodes", str(settings), expected, remedy), where="the launch")
+
+
+def _outcome(run_dir: Path, report: Path) -> tuple[int, str]:
+    """Return how the run has ended: as rank 0 says, here or in `status.json`."""
+    if (said := read_exit_report(report)) and said[0] != RESTARTABLE:
+        return said
+    wait_until(lambda: read_status(run_dir).get("state") != "running", _SETTLE_SECONDS)
+    status = read_status(run_dir)
+    state, reason = status.get("state"), status.get("reason")
+    if state in ("finished", "stopped"):  # also by the launcher, if a person closed the run then
+        return 0, ""
+    if state == "failed":
+        return int(status["exit_code"]), f"error: failed at step {status.get('step')} ({reason})"
+    return RESTARTABLE, "error: the run ended without a word of rank 0"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

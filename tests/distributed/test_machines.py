@@ -1,0 +1,156 @@
+"""A run on one or two machines that come and go: `llmtrain train --nodes 1:2` in two namespaces.
+
+Each test tells one story. It compares the digests of all steps with those of a run that nobody
+interrupts, and counts steps that were trained twice.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from helpers.netns import Network
+from helpers.ranks import until
+from helpers.tiny import lines, status, tiny_config, write_config
+
+from llmtrain.rundir import record
+
+LLMTRAIN = [sys.executable, "-m", "llmtrain"]
+STEPS = 4000  # more than any story takes: each is stopped by a person
+SAVED_EVERY = 25
+
+
+@dataclass
+class Run:
+    """A run and the commands that take part in it, the newest of each node."""
+
+    network: Network
+    folder: Path
+    commands: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def start(self, node: int) -> None:
+        """Give the command on a machine."""
+        words = ["train", str(self.folder / "config.yaml"), "--nodes", "1:2"]
+        words += ["--processes-per-node", "1", "--last-call", "1"]
+        self.commands[node] = self.network.start(node, [*LLMTRAIN, *words], self.output(node), {})
+
+    def output(self, node: int) -> Path:
+        return self.folder / f"node-{node}.txt"
+
+    def said(self) -> str:
+        """Everything that was printed, and what the launchers logged: for messages of failures."""
+        log = self.run_dir / "logs" / "launcher.log"
+        files = [self.output(0), self.output(1), log]
+        return "\n".join(path.read_text()[-4000:] for path in files if path.exists())
+
+    def worlds(self) -> list[int]:
+        """The number of processes of each start that began to train."""
+        return [one["world_size"] for one in self.lines("start")]
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        there = (self.run_dir / "metrics.jsonl").exists()
+        return [one for one in record.record(self.run_dir) if one["kind"] == kind] if there else []
+
+    def trains_on(self, processes: int, after: int) -> None:
+        """Wait for three steps of a start with so many processes. after: starts before that one"""
+
+        def trains() -> bool:
+            started = self.lines("start")
+            if len(started) <= after or started[-1]["world_size"] != processes:
+                return False
+            trained = self.lines("train")
+            return bool(trained) and trained[-1]["step"] >= started[-1]["step"] + 3
+
+        until(trains, f"training on {processes} after {after} starts\n{self.said()}")
+
+    def changes(self, processes: int, change: Callable[[], object]) -> None:
+        """Change the machines; wait until the run trains on another number of processes."""
+        before = len(self.worlds())
+        change()
+        self.trains_on(processes, before)
+
+    def agent(self, node: int) -> psutil.Process:
+        family = psutil.Process(self.commands[node].pid).children(recursive=True)
+        (found,) = [one for one in family if "llmtrain.tools.launch.elastic" in one.cmdline()]
+        return found
+
+    def rank(self, node: int) -> psutil.Process:
+        (rank,) = [one for one in self.agent(node).children() if "RANK" in one.environ()]
+        return rank
+
+    def signal(self, node: int, number: signal.Signals) -> None:
+        """Signal the command of a node."""
+        self.commands[node].send_signal(number)
+
+    def again(self) -> int:
+        """How many steps were trained twice."""
+        trained = Counter(one["step"] for one in self.lines("train"))
+        assert sorted(trained) == list(range(1, max(trained) + 1))
+        return sum(trained.values()) - len(trained)
+
+    def digests(self) -> list[str]:
+        return [one["batch_digest"] for one in lines(self.run_dir, "train")]
+
+
+@pytest.fixture
+def run(tmp_path):
+    network = Network()
+    config = tiny_config(
+        tmp_path / "run",
+        training__steps=STEPS,
+        training__global_batch_size=8,
+        checkpoint__every_steps=SAVED_EVERY,
+    )
+    write_config(tmp_path, config)
+    try:
+        network.up()
+        yield Run(network, tmp_path)
+    finally:
+        network.down()
+
+
+def straight(server, run, steps):
+    """The digests of a run of one process, never interrupted."""
+    path = run.folder / "config.yaml"
+    words = ["train", str(path), f"run.dir={run.folder / 'straight'}", f"training.steps={steps}"]
+    assert server.run(words, 1, run.folder) == [0]
+    return [one["batch_digest"] for one in lines(run.folder / "straight", "train")]
+
+
+def test_machines_join_leave_and_die_and_every_step_is_trained_as_in_a_straight_run(server, run):
+    """Orderly changes train no step twice; a death trains at most those since the last save."""
+    run.changes(1, lambda: run.start(0))
+    run.changes(2, lambda: run.start(1))
+    assert run.again() == 0
+
+    run.changes(1, lambda: run.signal(1, signal.SIGUSR1))  # leaves
+    assert run.commands[1].wait() == 0
+    run.changes(2, lambda: run.start(1))
+    run.changes(2, lambda: run.rank(1).kill())
+    run.changes(1, lambda: run.network.power_off(0))  # the first machine, with rank 0
+    run.changes(2, lambda: run.start(0))
+    orderly = run.again()
+    assert orderly <= 2 * SAVED_EVERY
+
+    run.changes(1, lambda: run.agent(1).kill())
+    assert run.commands[1].wait() == 75
+    assert run.again() == orderly, "an agent that dies leaves ranks that save"
+
+    (run.run_dir / "STOP").touch()
+    assert run.commands[0].wait() == 0
+    assert (status(run.run_dir)["state"], status(run.run_dir)["reason"]) == ("stopped", "stop_file")
+    assert run.worlds() == [1, 2, 1, 2, 2, 1, 2, 1]
+    assert not (run.run_dir / "rendezvous").exists()
+    assert run.digests() == straight(server, run, len(run.digests()))
