@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, ProgressLine, runs, show
+from llmtrain.errors import Problem, raise_any
 from llmtrain.text import harmless, size
 
 if TYPE_CHECKING:
     from llmtrain.tools.checkpoints.look import CheckpointRow, Listing, Verified
     from llmtrain.tools.checkpoints.prune import Pruned
-    from llmtrain.tools.checkpoints.rehearse import Rehearsal
+    from llmtrain.tools.checkpoints.rehearse import Rehearsal, RehearsedSizes
 
 app = App()
 
@@ -101,8 +102,9 @@ def rehearse(
     config: ConfigFile,
     overrides: Overrides = None,
     kill_at: Annotated[
-        int, typer.Option(min=2, metavar="N", help="The step in which it is killed.")
-    ] = 6,
+        int | None,
+        typer.Option(min=2, metavar="N", help="The step in which it is killed; 6 if left out."),
+    ] = None,
     to: Annotated[
         str | None, typer.Option(metavar="STRATEGY", help="Strategy of the resumed run.")
     ] = None,
@@ -110,17 +112,43 @@ def rehearse(
         int | None,
         typer.Option(min=1, metavar="N", help="Number of processes of the resumed run."),
     ] = None,
+    same_bits: Annotated[
+        str | None,
+        typer.Option(metavar="N,N…", help="Compare runs on these numbers of processes instead."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
-    from llmtrain.tools.checkpoints.rehearse import rehearse as prove
+    from llmtrain.tools.checkpoints import rehearse as tool
 
     def tell(text: str) -> None:
         print(harmless(text), file=sys.stderr, flush=True)
 
-    found = prove(config, overrides or [], kill_at, to, processes, tell)
-    show([json.dumps(found.to_json())] if as_json else rehearsal(found))
+    found: Rehearsal | RehearsedSizes
+    if same_bits is not None:
+        sizes = _sizes(same_bits, {"--kill-at": kill_at, "--to": to, "--processes": processes})
+        found = tool.rehearse_sizes(config, overrides or [], sizes, tell)
+        lines = sizes_rehearsal(found)
+    else:
+        at = tool.KILL_AT if kill_at is None else kill_at
+        found = tool.rehearse(config, overrides or [], at, to, processes, tell)
+        lines = rehearsal(found)
+    show([json.dumps(found.to_json())] if as_json else lines)
     raise typer.Exit(0 if found.same else 2)
+
+
+def _sizes(asked: str, others: Mapping[str, object]) -> list[int]:
+    """Return the numbers of `--same-bits`. others: options that say something else, by name"""
+    problems = [
+        Problem(name, value, "nothing beside --same-bits, in which nothing is killed")
+        for name, value in others.items()
+        if value is not None
+    ]
+    parts = [part.strip() for part in asked.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        problems.append(Problem("--same-bits", asked, "numbers of processes, as 1,2,3"))
+    raise_any(problems)
+    return [int(part) for part in parts]
 
 
 def listing(found: Listing) -> Iterator[str]:
@@ -191,6 +219,16 @@ def rehearsal(found: Rehearsal) -> Iterator[str]:
         yield f"kept       {found.folder}"
     verdict = "the same" if found.same else "different"
     yield f"{verdict}, in {found.seconds:.0f} s"
+
+
+def sizes_rehearsal(found: RehearsedSizes) -> Iterator[str]:
+    """Yield the hash of each number of processes, and whether all are one."""
+    for launch, digest in zip(found.launches, found.hashes, strict=True):
+        yield f"{launch!s:<21}{digest}"
+    if found.folder is not None:
+        yield f"kept       {found.folder}"
+    verdict = "the same" if found.same else "different"
+    yield f"{verdict}, behind {found.steps} steps, in {found.seconds:.0f} s"
 
 
 def _why(row: CheckpointRow, found: Listing) -> str:

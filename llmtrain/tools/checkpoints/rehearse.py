@@ -9,6 +9,9 @@ number of processes the last checkpoints must have the same bytes. Otherwise sum
 another order: then the batches must be the same, and the losses equal within 1e-5. With dropout or
 a router's loss more than rounding may differ, and only the batches are compared. The trap: a kill
 before the first checkpoint would prove nothing, so it is checked that a checkpoint was resumed.
+
+With `training.same_bits` a run on each of several numbers of processes is enough: the weights and
+moments of all of them must have one SHA-256.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from llmtrain import faults
-from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint import format as form, read
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.distributed.launch.environment import model_cut, split_problems
@@ -105,6 +108,80 @@ class Rehearsal:
         rest = {"folder": self.folder and str(self.folder), "seconds": round(self.seconds, 3)}
         found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
         return {key: record.finite(value) for key, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsedSizes:
+    """The result of a rehearsal on several numbers of processes.
+
+    steps: that each run made
+    launches: of the runs, by number of processes
+    hashes: SHA-256, as hex, of the weights and all optimizer state behind the last step
+    folder: where the runs were kept because they differ; None if they were removed
+    """
+
+    steps: int
+    launches: tuple[RehearsedLaunch, ...]
+    hashes: tuple[str, ...]
+    folder: Path | None
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        """Whether all runs have one hash."""
+        return len(set(self.hashes)) == 1
+
+    def to_json(self) -> JsonObject:
+        """Return the object that `llmtrain checkpoints rehearse --same-bits … --json` prints."""
+        sizes = [str(one.world_size) for one in self.launches]
+        return {
+            "same": self.same,
+            "steps": self.steps,
+            "strategies": {n: one.strategy for n, one in zip(sizes, self.launches, strict=True)},
+            "hashes": dict(zip(sizes, self.hashes, strict=True)),
+            "folder": self.folder and str(self.folder),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def rehearse_sizes(
+    config_file: str,
+    overrides: Sequence[str] = (),
+    sizes: Sequence[int] = (1, 2),
+    told: Told = lambda text: None,
+) -> RehearsedSizes:
+    """Train the first steps of a run with `training.same_bits` on each number of processes.
+
+    sizes: numbers of processes
+    told: called with a description of each run before it starts
+
+    Raises UserError before anything is started, also for a config without `same_bits`, and
+    RunError as `rehearse` does.
+    """
+    begun, steps = time.perf_counter(), KILL_AT + 2
+    config, several = load_config(config_file, overrides), sorted(set(sizes))
+    _check(KILL_AT, *((config, size) for size in several))
+    if not config.training.same_bits:
+        expected = "true: without it the bits depend on the number of processes"
+        raise UserError(Problem("training.same_bits", False, expected, "training.same_bits=true"))
+    if len(several) < 2:
+        expected = "two numbers of processes or more, as 1,2,3"
+        raise UserError(Problem("--same-bits", ",".join(map(str, sizes)), expected))
+    folder, shared = _make_folder(config), [*overrides, *_short(config, KILL_AT)]
+    with ExitStack() as later:
+        later.callback(shutil.rmtree, folder)
+        launches, hashes = list[RehearsedLaunch](), list[str]()
+        for size in several:
+            told(f"{steps} steps, {_words(size)}")
+            run_dir = folder / f"{size}"
+            _start(later, config_file, f"{size}", run_dir, shared, size, {})
+            launches.append(_last_start(run_dir))
+            hashes.append(read.tensors_digest(_last(run_dir)))
+        kept = None if len(set(hashes)) == 1 else folder
+        if kept is not None:
+            later.pop_all()  # the folder stays
+    seconds = time.perf_counter() - begun
+    return RehearsedSizes(steps, tuple(launches), tuple(hashes), kept, seconds)
 
 
 def rehearse(

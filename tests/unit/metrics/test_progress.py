@@ -84,7 +84,7 @@ def test_a_terminal_shows_one_line_with_the_facts_of_the_step(terminal):
 
 
 def test_what_is_left_of_a_batch_that_grows_is_counted_in_blocks(terminal):
-    """10 steps of 4 blocks took 10 s; 50 more of them are left, and 100 of 12: 200 + 1,200 blocks."""
+    """10 steps of 4 blocks took 10 s; 50 of them are left, and 100 of 12: 1,400 blocks."""
     clock = iter([0.0, 10.0])
     progress = progress_of(300, terminal, (1, 4), (201, 12), clock=lambda: next(clock))
     progress.training(numbers(140))
