@@ -58,13 +58,16 @@ def verify(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One of them, as step-00000400.")
     ] = None,
+    hashed: Annotated[
+        bool, typer.Option("--hash", help="Show the SHA-256 of all weights and moments, too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
     from llmtrain.tools.checkpoints.look import verify as look
 
     found, tell = [], _progress()
-    for one in look(run, name, tell):
+    for one in look(run, name, tell, hashed=hashed):
         tell("", 0, 0)
         found.append(one)
         if not as_json:
@@ -174,6 +177,8 @@ def verification(one: Verified) -> Iterator[str]:
     if one.other_format:
         state = "another format"
     yield f"{one.name:<16}{state:<8} {size(one.bytes)} in {one.seconds:.1f} s"
+    if one.sha256 is not None:
+        yield f"    sha256 of all tensors: {one.sha256}"
     for problem in one.problems:
         if one.other_format:
             yield f"    {problem.value}; this needs {problem.expected}"

@@ -281,6 +281,18 @@ def check_same_bits(
         yield Problem("preference.loss", "kto", expected, "training.same_bits=false")
 
 
+def same_bits_in_words(training: schema.TrainingConfig) -> str:
+    """Return on how many processes a run with `training.same_bits` has the same bits.
+
+    These divide the micro-batches of every step.
+    """
+    micro = training.micro_batch_size
+    assert micro != "auto", "`check_same_bits` has refused it"
+    count = training.batch.unit // micro
+    sizes = [str(size) for size in range(1, count + 1) if count % size == 0]
+    return f"the same bits on {', '.join(sizes)} processes"
+
+
 def inexact_optimizer(name: Algorithm) -> Problem:
     """Return the problem of an optimizer whose sums depend on the processes."""
     why = f"what {name} adds up depends on how tensors are divided"

@@ -120,6 +120,7 @@ class Work:
     wrap_class: as `distributed.wrap_class`.
     chunk: how the loss is computed where the head is plain; None = from all logits.
     pipeline_schedule: as `distributed.pipeline_schedule`.
+    same_bits: as `training.same_bits`; beside each gradient of 4 bytes is an exact sum of 8.
     answers: what of answers is compared: their log-probabilities in pairs, or judged ones; None =
         texts are trained, or scores of pairs.
     """
@@ -135,6 +136,7 @@ class Work:
     chunk: Chunk | None = None
     pipeline_schedule: str = "1f1b"
     answers: str | None = None
+    same_bits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,7 @@ def memory(
         casts = saved.casts * _cast(own) // max(cast, 1)
         parts = {
             "parameters": resident * states.parameters + own.buffers,
-            "gradients": resident * states.gradients,
+            "gradients": resident * states.gradients * (3 if work.same_bits else 1),
             "optimizer": resident * states.optimizer,
             "working": _working(own, casts, work, layout, cut),
             "activations": kept_bytes(own, place, saved, work, layout, cut, shape.blocks) + again,

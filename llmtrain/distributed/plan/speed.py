@@ -313,7 +313,8 @@ def _links(
         times = 1 if layout.strategy == "zero1" else layout.accumulation
         total = gather * gathered + machine.reduce * shape.trainable * times
         return _ring(total, across, hardware, machine)
-    return _ring(8 * shape.trainable, replicas, hardware, machine)
+    width = 8 if work.same_bits else 4  # of a gradient; each is sent twice
+    return _ring(2 * width * shape.trainable, replicas, hardware, machine)
 
 
 def _ring(total: int, ranks: int, hardware: Hardware, machine: Machine) -> float:

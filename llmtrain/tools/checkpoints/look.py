@@ -101,6 +101,7 @@ class Verified:
     problems: each with the file as key, and what is wrong as value
     other_format: whether it is intact but in the format of another llmtrain; then the only
         problem names the format and the remedy
+    sha256: of all weights and optimizer state, as hex, where it was asked for and nothing is wrong
     """
 
     name: str
@@ -108,12 +109,14 @@ class Verified:
     seconds: float
     problems: tuple[Problem, ...]
     other_format: bool = False
+    sha256: str | None = None
 
     def to_json(self) -> JsonObject:
         """Return one row of what `llmtrain checkpoints verify --json` prints."""
         wrong = [{"file": str(one.key), "wrong": str(one.value)} for one in self.problems]
         size = {"bytes": self.bytes, "seconds": round(self.seconds, 3)}
-        return {"name": self.name, "valid": not wrong, **size, "problems": wrong}
+        digest = {} if self.sha256 is None else {"sha256": self.sha256}
+        return {"name": self.name, "valid": not wrong, **size, "problems": wrong, **digest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +151,15 @@ def look(path: Path) -> Listing:
 
 
 def verify(
-    path: Path, name: str | None = None, told: Told = lambda name, size, done: None
+    path: Path,
+    name: str | None = None,
+    told: Told = lambda name, size, done: None,
+    *,
+    hashed: bool = False,
 ) -> Iterator[Verified]:
     """Compare every byte of each complete checkpoint, oldest first; or of `name`, of any kind.
+
+    hashed: whether to compute `sha256`, too
 
     Renames and deletes nothing. A checkpoint that a live run deletes meanwhile is left out. Raises
     UserError if there is nothing to verify, RunError 74 if the disk cannot be read.
@@ -163,7 +172,13 @@ def verify(
         raise UserError(Problem("NAME", asked, expected, f"there are {', '.join(names) or 'none'}"))
     if asked is None and not names:
         raise UserError(Problem("RUN", path, "a run with a complete checkpoint; it has none"))
-    return verify_each(place.root, [asked] if asked else names, told)
+    found = verify_each(place.root, [asked] if asked else names, told)
+    if not hashed:
+        return found
+    return (
+        one if one.problems else replace(one, sha256=read.tensors_digest(place.root / one.name))
+        for one in found
+    )
 
 
 def place_of(path: Path) -> CheckpointPath:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import files
 from llmtrain.config.binding import data_settings
+from llmtrain.config.checks import same_bits_in_words
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import NAMED
@@ -270,6 +271,8 @@ def _plan(context: DoctorContext) -> Verdict:
         f"{size(found.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
         f"{size(kept * checkpoint_bytes(found.shape))} of checkpoints at most"
     )
+    if config.training.same_bits:
+        fits = join([fits, ok(same_bits_in_words(config.training))])
     asked = work(config, precision, cpu=hardware.cpu)
     warned = across_nodes(found.shape, asked, layout, hardware)
     return join([fits, warning(*warned)]) if warned else fits

@@ -13,6 +13,7 @@ import torch
 
 from llmtrain.agreement import on_rank_zero
 from llmtrain.config.binding import bind, changes
+from llmtrain.config.checks import same_bits_in_words
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.text import plural
 from llmtrain.training.optimizer import learning_rate
@@ -186,6 +187,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
         f"batch     {size} blocks{pairs} = {rows}, of {manifest.seq_len} tokens{grows}",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"memory    {memory} planned, activation checkpointing: {recompute}",
+        *([f"bits      {same_bits_in_words(training)}"] if training.same_bits else []),
     ]
 
 

@@ -189,6 +189,7 @@ def work(config: Config, precision: str, *, cpu: bool, run_dir: Path | None = No
         chunk=chunk_of(device) if in_chunks else None,
         pipeline_schedule=config.distributed.pipeline_schedule,
         answers=None if config.preference.scores else config.preference.answers,
+        same_bits=training.same_bits,
     )
 
 

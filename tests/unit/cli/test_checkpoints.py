@@ -7,9 +7,15 @@ from helpers.checkpoints import RUN, flip, save, saved_run
 from helpers.damage import sign
 
 from llmtrain.checkpoint import format as form
+from llmtrain.checkpoint.read import tensors_digest
 from llmtrain.cli.main import main
 from llmtrain.tools.checkpoints import rehearse as tool
-from llmtrain.tools.checkpoints.rehearse import Compared, Rehearsal, RehearsedLaunch
+from llmtrain.tools.checkpoints.rehearse import (
+    Compared,
+    Rehearsal,
+    RehearsedLaunch,
+    RehearsedSizes,
+)
 
 MODEL = "model.safetensors"
 
@@ -217,3 +223,55 @@ def test_a_rehearsal_that_differs_has_code_2_and_names_what(rehearsed, shown, tm
     found = json.loads(out)
     assert (code, found["same"], found["differences"]) == (2, False, ["steps 7 had other batches"])
     assert found["resumed"]["resumed_from"] == "step-00000004"
+
+
+@pytest.mark.parametrize(("hashes", "code"), [(("a1", "a1"), 0), (("a1", "b2"), 2)])
+def test_a_rehearsal_of_sizes_shows_each_hash(shown, monkeypatch, tmp_path, hashes, code):
+    launches = (RehearsedLaunch("ddp", 1, 2, None), RehearsedLaunch("ddp", 3, 2, None))
+    found = RehearsedSizes(8, launches, hashes, tmp_path if code else None, 42.4)
+    calls = []
+
+    def note(config, overrides, sizes, tell):
+        calls.append((config, overrides, sizes))
+        return found
+
+    monkeypatch.setattr(tool, "rehearse_sizes", note)
+    ended, out, _ = shown("rehearse", "a.yaml", "--same-bits", "1, 3")
+    assert (calls, ended) == ([("a.yaml", [], [1, 3])], code)
+    kept = [f"kept       {tmp_path}"] if code else []
+    verdict = "different" if code else "the same"
+    assert out.splitlines() == [
+        f"ddp, 1 process       {hashes[0]}",
+        f"ddp, 3 processes     {hashes[1]}",
+        *kept,
+        f"{verdict}, behind 8 steps, in 42 s",
+    ]
+    ended, out, _ = shown("rehearse", "a.yaml", "--same-bits", "1,3", "--json")
+    assert json.loads(out)["hashes"] == dict(zip("13", hashes, strict=True))
+    assert json.loads(out)["same"] == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--same-bits", "1,x"], "--same-bits"),
+        (["--same-bits", "0,1"], "--same-bits"),
+        (["--same-bits", ""], "--same-bits"),
+        (["--same-bits", "1,2", "--to", "fsdp2"], "--to"),
+        (["--same-bits", "1,2", "--kill-at", "6"], "--kill-at"),
+        (["--same-bits", "1,2", "--processes", "2"], "--processes"),
+    ],
+)
+def test_a_rehearsal_of_sizes_that_is_asked_for_wrongly_is_refused(shown, options, key):
+    code, out, err = shown("rehearse", "a.yaml", *options)
+    assert (code, out) == (2, "")
+    assert f"\n  {key} = " in err
+
+
+def test_a_checkpoint_is_told_with_the_hash_of_its_tensors(shown, run):
+    code, out, _ = shown("verify", run, "step-00000004", "--hash")
+    assert code == 0
+    digest = tensors_digest(run / "checkpoints" / "step-00000004")
+    assert out.splitlines()[1:] == [f"    sha256 of all tensors: {digest}"]
+    _, out, _ = shown("verify", run, "step-00000004", "--hash", "--json")
+    assert json.loads(out)["checkpoints"][0]["sha256"] == digest

@@ -117,6 +117,17 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
         assert states.optimizer in (8 * 20, 12 * 20, 16 * 20)
 
 
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("fsdp2", 8)])
+def test_exact_sums_take_eight_bytes_beside_each_gradient(strategy, parts):
+    layout = Layout(strategy, "none", 1, 4, "every")
+    asked = [work(8192, 64, precision="fp32", same_bits=exact) for exact in (False, True)]
+    plain, exact = (memory(EIGHT, NOTHING, one, layout, gpus(8, 80)).parts for one in asked)
+    for plan, bytes_each in ((plain, 4), (exact, 12)):
+        assert plan["gradients"] == pytest.approx(bytes_each * EIGHT.count / parts, rel=1e-4)
+    changed = {name for name in plain if plain[name] != exact[name]}
+    assert changed == {"gradients", "reserve"}
+
+
 def test_what_is_offloaded_is_on_the_host_and_not_on_the_device():
     plan = planned("fsdp2_offload", gpus(1, 80))
     assert [plan.parts[part] for part in ("parameters", "gradients", "optimizer")] == [0, 0, 0]

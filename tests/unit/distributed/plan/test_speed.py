@@ -106,6 +106,16 @@ def test_ddp_reduces_once_a_step_and_fsdp_gathers_for_each_micro_batch():
     assert fsdp[1].links == pytest.approx(8 * fsdp[0].links)
 
 
+def test_exact_sums_are_reduced_in_fp64_under_ddp_and_exchanged_in_fp32_under_fsdp():
+    for strategy, times in (("ddp", 2), ("fsdp2", 1)):
+        layout = Layout(strategy, "full", 1, 2, "every")
+        plain, exact = (
+            step_time(LLAMA_8B, work(1024, 16, same_bits=one), layout, gpus(8, 80), H100).links
+            for one in (False, True)
+        )
+        assert exact == pytest.approx(times * plain)
+
+
 def test_reducing_the_last_micro_batch_alone_saves_the_others_traffic():
     every, last = seconds("fsdp2", 8), seconds("fsdp2", 8, fsdp_sync="last")
     assert last < every

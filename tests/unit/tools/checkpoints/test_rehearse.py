@@ -11,7 +11,7 @@ from helpers.runs import start_line, status, train_line, write_run
 from llmtrain.config.load import load_config
 from llmtrain.errors import RunError, UserError
 from llmtrain.tools.checkpoints import rehearse as module
-from llmtrain.tools.checkpoints.rehearse import compare, rehearse
+from llmtrain.tools.checkpoints.rehearse import compare, rehearse, rehearse_sizes
 from llmtrain.tools.launch.child import Ended
 
 SMALL = """\
@@ -329,3 +329,50 @@ def test_the_environment_of_this_process_is_passed_on(monkeypatch, tmp_path):
     assert seen[0]["HF_HOME"] == "elsewhere"
     assert "LLMTRAIN_FAULTS" not in seen[0]
     assert os.environ["LLMTRAIN_FAULTS"]
+
+
+def on_each_size(monkeypatch, values):
+    """Starts that make a run with a checkpoint of these values, by number of processes."""
+
+    def start(later, config_file, name, run_dir, overrides, size, fault):
+        line = start_line(0) | {"world_size": size}
+        made_up(run_dir, [line], [train_line(step) for step in STEPS], values=values[size])
+
+    monkeypatch.setattr(module, "_start", start)
+
+
+EXACT = [f"training.{one}" for one in ("same_bits=true", "precision=fp32", "micro_batch_size=2")]
+
+
+def test_each_number_of_processes_is_told_with_its_hash(tmp_path, monkeypatch):
+    other = tensors(SPEC, 1)
+    other["a.bias"][2] += 1
+    on_each_size(monkeypatch, {1: tensors(SPEC, 1), 2: tensors(SPEC, 1), 3: other})
+    config = str(written(tmp_path, SMALL))
+    said = []
+    same = rehearse_sizes(config, EXACT, [2, 1, 2], said.append)
+    assert same.same
+    assert len(set(same.hashes)) == 1
+    assert said == ["8 steps, 1 process", "8 steps, 2 processes"]
+    assert not list(tmp_path.rglob("rehearsal-*"))
+    differ = rehearse_sizes(config, EXACT, [1, 3])
+    assert differ.folder is not None
+    assert differ.folder.is_dir()
+    shown = differ.to_json()
+    assert not shown["same"]
+    assert list(shown["hashes"]) == ["1", "3"]
+    assert shown["hashes"]["1"] == same.hashes[0] != shown["hashes"]["3"]
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes", "key"),
+    [
+        (["training.same_bits=false"], [1, 2], "training.same_bits"),
+        ([], [2], "--same-bits"),
+        ([], [1, 4], "training.global_batch_size"),
+    ],
+)
+def test_a_rehearsal_of_sizes_that_proves_nothing_is_refused(tmp_path, more, sizes, key):
+    with pytest.raises(UserError) as refused:
+        rehearse_sizes(str(written(tmp_path, SMALL)), [*EXACT, *more], sizes)
+    assert [one.key for one in refused.value.problems] == [key]

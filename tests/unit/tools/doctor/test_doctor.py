@@ -229,6 +229,12 @@ def test_a_plan_that_fits_is_said_with_its_bytes(tmp_path):
     assert f"{size(expected.disk_bytes)} of checkpoints at most" in looked.found
 
 
+def test_it_is_said_on_how_many_processes_a_run_has_the_same_bits(tmp_path):
+    exact = ["same_bits=true", "precision=fp32", "micro_batch_size=2", "global_batch_size=12"]
+    looked = module.plan(case(tmp_path, *(f"training.{one}" for one in exact), text=SMALL))
+    says(looked, "ok", "the same bits on 1, 2, 3, 6 processes")
+
+
 def test_what_fits_nowhere_is_an_error_with_the_key_that_helps(tmp_path):
     made = case(tmp_path, "distributed.device_memory_gb=0.0001", text=SMALL)
     says(run_check(lambda: module.plan(made)), "error", remedy="distributed.")
