@@ -1,0 +1,141 @@
+"""One SHA-256 of weights and moments, whatever the processes, the strategy and the kills between.
+
+The whole product, 50 steps each: `pytest tests/distributed/test_same_bits.py -m slow`.
+"""
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from helpers import chats, corpus
+from helpers.bases import ENTRIES, SHAPE, save_base, save_tokenizer
+from helpers.ranks import until
+from helpers.tiny import lines, tiny_config, write_config
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from llmtrain.checkpoint.read import tensors_digest
+
+STEPS, MANY = 6, 50
+LAUNCHES = [("ddp", world) for world in (2, 3, 4, 6)] + [("fsdp2", w) for w in (2, 3, 4, 6)]
+MODELS, DATA, TRAINED = ("llama", "qwen3"), ("text", "chat"), ("full", "lora")
+# What each value is on once, with the launches that are compared with one process.
+DIAGONAL = {
+    ("llama", 0.0, "text", "full"): [("ddp", 2), ("fsdp2", 3)],
+    ("qwen3", 0.1, "text", "full"): [("ddp", 3), ("fsdp2", 2)],
+    ("llama", 0.1, "chat", "lora"): [("ddp", 2), ("fsdp2", 2)],
+}
+QWEN3_FIELDS = {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}
+QWEN3 = {"model_type": "qwen3", **QWEN3_FIELDS}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A file of conversations, and weights to begin with, by the type of the model."""
+    folder = tmp_path_factory.mktemp("sources")
+    rows = corpus.write_jsonl(folder / "chat.jsonl", chats.rows_of(80))
+    torch.manual_seed(3)
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **QWEN3_FIELDS, vocab_size=ENTRIES))
+    qwen3.save_pretrained(folder / "qwen3")
+    bases = {"llama": save_base(folder / "llama"), "qwen3": save_tokenizer(folder / "qwen3")}
+    return {"chat": rows, **bases}
+
+
+def config(run_dir, sources, model="llama", dropout=0.0, data="text", trained="full", **changes):
+    """12 groups of two blocks a step, which 1, 2, 3, 4 and 6 processes divide."""
+    made = tiny_config(run_dir, training__steps=STEPS, **changes)
+    made["training"]["same_bits"] = True
+    # So that a shorter run is the beginning of a longer one.
+    made["optimizer"] |= {"schedule": "constant", "warmup_steps": 1}
+    described = made["model"]["config"]
+    described |= (QWEN3 if model == "qwen3" else {}) | {"attention_dropout": dropout}
+    if data == "chat":
+        made["data"] |= {"sources": [{"path": str(sources["chat"])}], "seq_len": 64}
+        made["chat"] = {"template": "chatml", "too_long": "truncate"}
+    if trained == "lora":
+        made["model"] = {"from": str(sources[model])}
+        made["adapter"] = {"kind": "lora", "r": 4, "alpha": 8, "dropout": dropout}
+    return made
+
+
+def sha(server, folder, made, strategy="ddp", world=1, *more):
+    """Of the checkpoint of the last step, after a launch that ends well."""
+    made["distributed"] = {"strategy": strategy, "timeout_minutes": 2.0}
+    path = write_config(folder, made)
+    codes = server.run(["train", str(path), *more], world, folder)
+    assert codes == [0] * world, (folder / "output.txt").read_text()[-4000:]
+    run_dir = folder / "run"
+    last = lines(run_dir, "train")[-1]["step"]
+    return tensors_digest(run_dir / "checkpoints" / f"step-{last:08d}")
+
+
+@pytest.fixture(scope="module")
+def alone(server, sources, tmp_path_factory):
+    """The SHA-256 and the lines of one process, by the kind of the run."""
+
+    @cache
+    def found(*kind):
+        folder = tmp_path_factory.mktemp("alone")
+        made = config(folder / "run", sources, *kind)
+        return sha(server, folder, made), numbers(folder)
+
+    return found
+
+
+def numbers(folder):
+    """What is logged of each step and depends on the gradient or the loss."""
+    seen = ("step", "loss", "grad_norm", "tokens", "batch_digest")
+    return [[line[name] for name in seen] for line in lines(folder / "run", "train")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "launch"),
+    [(kind, launch) for kind, launches in DIAGONAL.items() for launch in launches],
+)
+def test_weights_moments_loss_and_norm_are_those_of_one_process(
+    server, sources, alone, tmp_path, kind, launch
+):
+    found = sha(server, tmp_path, config(tmp_path / "run", sources, *kind), *launch)
+    assert (found, numbers(tmp_path)) == alone(*kind)
+
+
+def test_without_the_key_the_bits_are_others(server, sources, alone, tmp_path):
+    """So the hash sees what rounding does."""
+    found = set()
+    for world in (1, 2, 3):
+        folder = tmp_path / str(world)
+        made = config(folder / "run", sources)
+        made["training"]["same_bits"] = False
+        found.add(sha(server, folder, made, "ddp", world))
+    assert len(found) == 3
+    assert alone("llama", 0.0, "text", "full")[0] not in found
+
+
+def test_killed_on_four_processes_it_goes_on_on_three_and_then_on_one(server, sources, tmp_path):
+    kind = ("qwen3", 0.1, "text", "full")
+    longer = {"checkpoint__every_steps": 2}
+    folder = tmp_path / "straight"
+    expected = sha(server, folder, config(folder / "run", sources, *kind, **longer))
+    folder = tmp_path / "killed"
+    made = config(folder / "run", sources, *kind, **longer)
+    made["distributed"] = {"strategy": "ddp", "timeout_minutes": 2.0}
+    ranks = server.start(["train", str(write_config(folder, made))], 4, folder)
+    saved = folder / "run" / "checkpoints" / "step-00000002"
+    until(saved.is_dir, "the first checkpoint")
+    ranks.kill()
+    sha(server, folder, made, "fsdp2", 3, "training.steps=4")
+    assert sha(server, folder, made, "ddp", 1) == expected
+    starts = lines(folder / "run", "start")
+    assert [one["world_size"] for one in starts] == [4, 3, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(product(MODELS, (0.0, 0.1), DATA, TRAINED)), ids=str)
+def test_fifty_steps_have_one_hash_over_all_launches(server, sources, tmp_path, kind):
+    found = {}
+    for launch in [("ddp", 1), *LAUNCHES]:
+        folder = tmp_path / "-".join(map(str, launch))
+        made = config(folder / "run", sources, *kind)
+        made["training"]["steps"] = MANY
+        found[launch] = sha(server, folder, made, *launch), numbers(folder)[-1]
+    assert len(set(map(str, found.values()))) == 1, found
