@@ -217,15 +217,21 @@ class Threads:
     why: str
 
 
-def decide_threads(asked: int | str, begun: int | None, env: Mapping[str, str]) -> Threads:
+def decide_threads(
+    asked: int | str, begun: int | None, env: Mapping[str, str], *, same_bits: bool = False
+) -> Threads:
     """Return the threads of a process of a run.
 
     asked: as `training.threads`
     begun: the threads that earlier launches of this kind had; None = there was none
     env: the process's environment
+    same_bits: as `training.same_bits`, of a run on CPUs. There the number of threads decides bits:
+        torch's LayerNorm adds up the gradient of its weights in as many parts.
     """
     if isinstance(asked, int):
         return Threads(asked, "training.threads")
+    if same_bits:
+        return Threads(1, "training.same_bits")
     own = env.get(_THREADS, "").split(",")[0].strip()  # "4,2" is for nested regions
     if own.isdecimal() and int(own) > 0 and set_by_user(env):
         return Threads(int(own), _THREADS)

@@ -28,7 +28,8 @@ _BINDING = (
 )
 _OF_DATA = ("data.", "run.seed", "evaluation.", "model.tokenizer", "model.from", "chat.")
 EPOCHS = "training.epochs"
-_GROUPS = "training.micro_batch_size"  # decides the result of a step with `same_bits` alone
+# Keys that decide the result of a step with `same_bits` alone.
+_OF_BITS = ("training.micro_batch_size", "training.threads")
 _FREE = (
     *("chat.bad_rows", "data.workers", "data.cache_gb", "data.on_bad_unit"),
     "model.activation_checkpointing",
@@ -91,7 +92,7 @@ def bind(config: schema.Config) -> Bound:
     binding = {
         key: value
         for key, value in values.items()
-        if (key.startswith(_BINDING) or (key == _GROUPS and config.training.same_bits))
+        if (key.startswith(_BINDING) or (key in _OF_BITS and config.training.same_bits))
         and key not in _FREE
         and not (key.startswith("data.sources.") and key.endswith((".weight", ".path")))
         and unset.get(general_name(key), _NO_DEFAULT) != value
@@ -148,7 +149,7 @@ def changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[Change
     both = (
         Change(key, *(side.get(key, unset.get(general_name(key))) for side in (old, new)))
         for key in {**old, **new}
-        if key != _GROUPS or (key in old and key in new)
+        if key not in _OF_BITS or (key in old and key in new)
     )
     return [change for change in both if change.old != change.new]
 

@@ -233,6 +233,7 @@ class TrainingConfig(Section):
     threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | Auto, EXPERT] = "auto"
     """Threads that a process computes with on its CPUs; auto = `OMP_NUM_THREADS` where you have set
     it, else the process's share of the cores that it may use. Frozen for launches of the same kind.
+    With `same_bits` on CPUs auto = 1.
     """
     deterministic: Annotated[bool, EXPERT] = False
     """Whether only operations that give equal bits each time are used, on CUDA too, where they are
@@ -240,7 +241,7 @@ class TrainingConfig(Section):
     """
     same_bits: Annotated[bool, EXPERT] = False
     """Whether weights and moments are the same to the bit on any number of processes, under ddp and
-    fsdp2; then `micro_batch_size` is a part of the result. It needs `precision: fp32`.
+    fsdp2; `micro_batch_size` and, on CPUs, `threads` then decide them. It needs `precision: fp32`.
     """
 
     @property

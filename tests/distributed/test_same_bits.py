@@ -139,3 +139,34 @@ def test_fifty_steps_have_one_hash_over_all_launches(server, sources, tmp_path, 
         made["training"]["steps"] = MANY
         found[launch] = sha(server, folder, made, *launch), numbers(folder)[-1]
     assert len(set(map(str, found.values()))) == 1, found
+
+
+@pytest.fixture(scope="module")
+def ended(server, sources, tmp_path_factory):
+    """A run of 6 steps on one process."""
+    folder = tmp_path_factory.mktemp("ended")
+    sha(server, folder, config(folder / "run", sources))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("override", "world", "says"),
+    [
+        ("training.same_bits=false", 1, "training.same_bits = False"),
+        ("training.micro_batch_size=4", 1, "training.micro_batch_size = 4"),
+        ("training.threads=2", 1, "training.threads = 2"),
+        ("training.steps=8", 5, "a multiple of 5 processes × micro-batch 2"),
+    ],
+)
+def test_bad_input_what_would_change_the_bits_of_a_run_is_refused(
+    server, ended, override, world, says
+):
+    before = tensors_digest(ended / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    (ended / "output.txt").write_text("")
+    arguments = ["train", str(ended / "config.yaml"), override]
+    assert server.run(arguments, world, ended) == [2] * world
+    said = (ended / "output.txt").read_text()
+    assert says in said
+    assert said.count("error: ") == 1
+    assert "Traceback" not in said
+    assert tensors_digest(ended / "run" / "checkpoints" / f"step-{STEPS:08d}") == before

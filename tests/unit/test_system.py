@@ -152,6 +152,9 @@ def test_threads_are_those_of_the_config_then_the_user_then_earlier_launches(mon
     for unusable in ("", "0", "many"):
         assert decide("auto", None, {"OMP_NUM_THREADS": unusable}).count == 2
     assert decide("auto", None, {"LOCAL_WORLD_SIZE": "8"}).count == 1
+    one = system.Threads(1, "training.same_bits")
+    assert decide("auto", 3, {"OMP_NUM_THREADS": "4"}, same_bits=True) == one
+    assert decide(5, 3, {}, same_bits=True).count == 5
 
 
 @pytest.mark.launches

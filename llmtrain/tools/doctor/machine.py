@@ -118,7 +118,9 @@ def _threads(context: DoctorContext) -> str:
     """Return the cores of this machine, and with how many threads a process of the run computes."""
     env = {**context.env, "LOCAL_WORLD_SIZE": str(context.here)}
     asked = context.config.training.threads if context.config else "auto"
-    threads, usable = system.decide_threads(asked, None, env), system.cores()
+    exact = context.config is not None and context.config.training.same_bits and not gpus(context)
+    threads = system.decide_threads(asked, None, env, same_bits=exact)
+    usable = system.cores()
     plural = "s" if threads.count > 1 else ""
     why = "" if usable.why in threads.why and context.here == 1 else f" ({threads.why})"
     return f"{usable.why}; {threads.count} thread{plural} a process{why}"

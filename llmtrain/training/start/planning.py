@@ -209,11 +209,11 @@ def plan_start(
     long as the rest of the plan, at each start.
     """
     hardware = this_machine(config, env)
-    raise_any(
-        trainable.missing_for_four_bits(cpu=hardware.cpu) if config.adapter.kind == "qlora" else ()
-    )
+    four_bits = config.adapter.kind == "qlora"
+    raise_any(trainable.missing_for_four_bits(cpu=hardware.cpu) if four_bits else ())
     model = describe(config, hardware, run_dir, base)
-    raise_any(cut_problems(config, model.config, hardware.cut))
+    of_bits = exact_problems(config, model.shape, cpu=hardware.cpu)
+    raise_any([*cut_problems(config, model.config, hardware.cut), *of_bits])
     if (cut := hardware.cut).pipeline > 1:
         raise_any(pipeline.fill_problems(config, cut, hardware.groups))
         raise_any(pipeline.trained_problems(model.shape, cut, config.data.seq_len))
@@ -286,6 +286,18 @@ def cut_problems(
         yield from (found := list(pipeline.problems(config, model_config, cut)))
         if not found:
             yield from stage_problems(model_config, cut)
+
+
+def exact_problems(config: Config, shape: ModelShape, *, cpu: bool) -> Iterator[Problem]:
+    """Yield why this device or this model has no equal bits for `training.same_bits`."""
+    if not config.training.same_bits:
+        return
+    if not cpu and not config.training.deterministic:
+        expected = "true with training.same_bits on CUDA, where kernels add up in any order"
+        yield Problem("training.deterministic", False, expected, "training.deterministic=true")
+    if any(0 < one.used < 1 for one in shape.parameters):
+        expected = "false for a mixture of experts: how its rows are grouped is not measured"
+        yield Problem("training.same_bits", True, expected, "training.same_bits=false")
 
 
 def strategies_for(config: Config, env: Mapping[str, str]) -> tuple[str, ...]:

@@ -52,8 +52,9 @@ def start_processes(
     alone: context for the time before there is a group, see `Signals.alone`
     """
     system.beat("joining the other processes")
+    wanted, exact = config.training.threads, config.training.same_bits and launching.on_cpu()
     # For products that are timed before it is known what this launch began with.
-    torch.set_num_threads(decide_threads(config.training.threads, None, os.environ).count)
+    torch.set_num_threads(decide_threads(wanted, None, os.environ, same_bits=exact).count)
     kernels = frozen.decide_kernels(config)
     stack.enter_context(frozen.using(kernels))
     versions = {name: version(name) for name in ("llmtrain", *_LIBRARIES)}
@@ -84,7 +85,7 @@ def start_processes(
     if base:
         frozen.keep_base(auto, config.model, base)
     begun = auto.threads
-    threads = decide_threads(config.training.threads, begun, os.environ)
+    threads = decide_threads(wanted, begun, os.environ, same_bits=exact)
     torch.set_num_threads(threads.count)
     auto.threads = threads.count
     decided = precision, why, threads, begun

@@ -228,10 +228,12 @@ def test_adapters_bind_a_run_and_without_any_it_is_bound_as_before_there_were_an
     assert "adapter.kind" in changed
 
 
-def test_the_micro_batch_is_frozen_where_it_decides_the_bits(tmp_path):
+def test_micro_batch_and_threads_are_frozen_where_they_decide_the_bits(tmp_path):
     exact = ("training.same_bits=true", "training.precision=fp32", "training.micro_batch_size=2")
     old, other = loaded(tmp_path, *exact), loaded(tmp_path, *exact, "training.micro_batch_size=1")
     assert [tuple(one) for one in differences(old, other)] == [("training.micro_batch_size", 2, 1)]
+    threads = loaded(tmp_path, *exact, "training.threads=2")
+    assert [tuple(one) for one in differences(old, threads)] == [("training.threads", "auto", 2)]
     without = loaded(tmp_path, *exact, "training.same_bits=false")
     assert [tuple(one) for one in differences(old, without)] == [
         ("training.same_bits", True, False)

@@ -255,6 +255,31 @@ def test_a_launch_with_a_strategy_leaves_only_that_one_open(tmp_path, strategy):
     assert allowed_strategies(NAMED[strategy], "auto") == (strategy,)
 
 
+EXACT = ("training.same_bits=true", "training.precision=fp32", "training.micro_batch_size=2")
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_bad_input_a_launch_without_an_engine_for_the_same_bits_is_refused(tmp_path, strategy):
+    config = loaded(tmp_path, *EXACT)
+    if strategy == "fsdp2":
+        check(NAMED[strategy], config)
+    else:
+        (said,) = refused(NAMED[strategy], config).values()
+        assert f"the strategy of the launch = {strategy}" in said
+        assert "ddp or fsdp2 with training.same_bits" in said
+        assert "fsdp2.yaml" in said
+
+
+@pytest.mark.parametrize("side", ["tp", "sp"])
+def test_bad_input_a_launch_that_cuts_models_has_other_bits(tmp_path, side):
+    names = {"USE_PARALLELISM_CONFIG": "true"}
+    env = TORCHRUN | NO | {f"ACCELERATE_{name}": value for name, value in names.items()}
+    env |= {f"PARALLELISM_CONFIG_{side.upper()}_SIZE": "2"}
+    check(env, loaded(tmp_path))
+    (key,) = refused(env, loaded(tmp_path, *EXACT))
+    assert key == f"parallelism_config_{side}_size"
+
+
 @pytest.mark.parametrize("launched", NAMED)
 @pytest.mark.parametrize("asked", ["ddp", *NAMED])
 def test_an_explicit_strategy_is_that_of_the_launch(tmp_path, launched, asked):

@@ -250,6 +250,42 @@ def test_a_launch_of_another_strategy_is_refused(tmp_path, monkeypatch):
         planned(made)
 
 
+EXACT = {"training__same_bits": True, "training__micro_batch_size": 2}
+
+
+def test_with_same_bits_two_strategies_are_left_and_each_micro_batch_is_reduced(
+    tmp_path, monkeypatch
+):
+    made = config(tmp_path, **EXACT)
+    assert planning.strategies_for(made, CPU) == ("ddp", "fsdp2")
+    assert planning.work(made, "fp32", cpu=True).fsdp_sync == "every"
+    muon = config(tmp_path, **EXACT, optimizer__name="muon")
+    assert planning.strategies_for(muon, CPU) == ("ddp",)
+    monkeypatch.setattr(planning, "allowed_strategies", lambda *_: ("fsdp2",))
+    with pytest.raises(UserError, match="how tensors are divided"):
+        planned(muon)
+
+
+def test_bad_input_same_bits_on_cuda_needs_deterministic_kernels(tmp_path):
+    made = config(tmp_path, **EXACT)
+    shape = planned(made).shape
+    assert not list(planning.exact_problems(made, shape, cpu=True))
+    (problem,) = planning.exact_problems(made, shape, cpu=False)
+    assert problem.key == "training.deterministic"
+    sure = config(tmp_path, **EXACT, training__deterministic=True)
+    assert not list(planning.exact_problems(sure, shape, cpu=False))
+
+
+def test_bad_input_same_bits_of_a_mixture_of_experts_are_refused(tmp_path):
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    mixture["num_key_value_heads"] = 2
+    fields = tiny_config(tmp_path)["model"]["config"] | mixture
+    planned(config(tmp_path, model__config=fields))
+    with pytest.raises(UserError, match="mixture of experts") as refused:
+        planned(config(tmp_path, **EXACT, model__config=fields))
+    assert [problem.key for problem in refused.value.problems] == ["training.same_bits"]
+
+
 def test_groups_that_do_not_fit_are_refused_before_there_are_weights(tmp_path):
     made = config(tmp_path, optimizer__groups=[{"match": "*q_projj*"}])
     with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match") as refused:
