@@ -342,7 +342,7 @@ def learning_rate_factor(config: OptimizerConfig, steps: int, step: int) -> floa
         case "constant":
             return 1.0
         case "wsd":
-            decay = min(steps - warmup, max(1, round(_DECAY_SHARE * steps)))
+            decay = decay_steps(config, steps)
             return 1 - (1 - floor) * max(0, step - steps + decay) / decay
         case _:
             assert_never(config.schedule)
@@ -358,3 +358,8 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
     asked = config.warmup_steps
     whole = int(asked) if asked >= 1 else max(1, round(asked * steps))
     return min(whole, steps)
+
+
+def decay_steps(config: OptimizerConfig, steps: int) -> int:
+    """Return the last steps, in which warmup-stable-decay decays."""
+    return min(steps - warmup_steps(config, steps), max(1, round(_DECAY_SHARE * steps)))

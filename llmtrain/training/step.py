@@ -31,7 +31,7 @@ from llmtrain.training.pairs import in_halves, measure_divergence, pair_tensors
 from llmtrain.training.run.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
 
-_DRAWS = 7  # a stream of `mix`
+DRAWS = 7  # a stream of `mix`
 
 
 def begin(run: Run, step: int) -> None:
@@ -75,7 +75,7 @@ def _seed_group(run: Run, number: int) -> None:
 
 @lru_cache(1)
 def _stream(seed: int, part: int) -> int:
-    return mix(seed, _DRAWS, part)
+    return mix(seed, DRAWS, part)
 
 
 def update(run: Run, batch: Batch, factor: float) -> None:

@@ -1,0 +1,444 @@
+"""Write one file that trains the first steps of a config, and its tokens: no llmtrain needed.
+
+    a start in a temporary directory ─► what a run decides ─► constants, parts of the program
+                                     └► the blocks of the first steps ─► the file of tokens
+
+The program is `train_one.py` beside this module, whole and checked like any other. `compose` keeps
+the parts of it that a config needs. Losses are those of a run on one process on a CPU, to the bit,
+so what the program does not cover is refused with the key's name instead of being left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.config.checks import check
+from llmtrain.config.schema import Config
+from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.hashing import mix
+from llmtrain.rundir import contents
+from llmtrain.tools.data.scratch import scratch_copy
+from llmtrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from llmtrain.training.run.run import Run
+
+STEPS = 50
+_TEMPLATE = Path(__file__).with_name("train_one.py")
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Ejected:
+    """What was written.
+
+    steps: that the tokens are of
+    lines: of the program
+    token_bytes: size of the file of tokens
+    """
+
+    program: Path
+    tokens: Path
+    steps: int
+    lines: int
+    token_bytes: int
+
+    def to_json(self) -> JsonObject:
+        """Return the object that `llmtrain eject --json` prints."""
+        return {
+            "program": str(self.program),
+            "tokens": str(self.tokens),
+            "steps": self.steps,
+            "lines": self.lines,
+            "token_bytes": self.token_bytes,
+        }
+
+
+def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
+    """Write the program and, beside it, the tokens of the first steps.
+
+    out: the program, a new file
+    steps: whose tokens are written; None = the first `STEPS`, or all of a shorter run
+
+    Raises UserError, before anything is written, for a config that the program does not cover.
+    """
+    from safetensors.torch import save_file
+
+    tokens = out.with_suffix(".safetensors")
+    raise_any([*check(config), *_uncovered(config), *_problems_of_place(out, tokens)])
+    with _opened(config) as run:
+        raise_any(_uncovered_by_model(run))
+        if steps is not None and not 1 <= steps <= run.steps:
+            expected = f"a whole number from 1 to {run.steps}, the steps of the run"
+            raise UserError(Problem("--steps", steps, expected))
+        batches = _tokens(run, steps or min(STEPS, run.steps))
+        versions = run.processes.versions
+        header = _HEADER.format(
+            steps=len(batches["ids"]),
+            program=out.name,
+            tokens=tokens.name,
+            versions=", ".join(f"{name} {versions[name]}" for name in _USED),
+        )
+        program = compose(_flags(run), _constants(run), header)
+    save_file(batches, tokens)
+    out.write_text(program, "utf-8")
+    made = len(batches["ids"])
+    return Ejected(out, tokens, made, program.count("\n"), tokens.stat().st_size)
+
+
+def _problems_of_place(out: Path, tokens: Path) -> Iterator[Problem]:
+    if out.suffix != ".py":
+        yield Problem("--out", str(out), "a file whose name ends with .py", "--out train_one.py")
+    elif not out.absolute().parent.is_dir():
+        yield Problem("--out", str(out), "a file in a directory that exists")
+    for path in (out, tokens):
+        if path.exists() and out.suffix == ".py":
+            expected = f"a name of its own: {path} exists, and nothing is replaced"
+            yield Problem("--out", str(out), expected)
+
+
+@contextmanager
+def _opened(config: Config) -> Iterator[Run]:
+    """Start a run of the config on one CPU process, in a temporary directory, and yield it.
+
+    What an earlier start of the config's run has made or chosen holds for this one, too. Nothing is
+    written to that run.
+    """
+    from llmtrain.training.start.open import start_run
+
+    run_dir = config.run_dir if config.run_dir.is_dir() else None
+    before = os.environ.get("ACCELERATE_USE_CPU")
+    with scratch_copy(run_dir) as folder:
+        if (config.run_dir / contents.AUTO).is_file():
+            shutil.copyfile(config.run_dir / contents.AUTO, folder / contents.AUTO)
+        update = {
+            "run": {"dir": str(folder)},
+            "checkpoint": {"resume": "auto", "stop_after": None, "keep_every": 0, "keep_best": 0},
+            "logging": {"trackers": (), "profile_steps": None},
+        }
+        sections = {
+            name: getattr(config, name).model_copy(update=values) for name, values in update.items()
+        }
+        logging.disable(logging.INFO)  # a start describes a run that nobody sees
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        try:
+            with start_run(config.model_copy(update=sections)) as run:
+                yield run
+        finally:
+            logging.disable(logging.NOTSET)
+            if before is None:
+                del os.environ["ACCELERATE_USE_CPU"]
+            else:
+                os.environ["ACCELERATE_USE_CPU"] = before
+
+
+def _tokens(run: Run, steps: int) -> dict[str, Tensor]:
+    """Return the blocks of the first steps, each tensor (steps, rows, positions) int32.
+
+    They are fewer where the data ends before.
+    """
+    import numpy as np
+    import torch
+
+    found: dict[str, list[np.ndarray]] = {"ids": [], "labels": []}
+    for _ in range(steps):
+        batch = run.feed.next_batch()
+        if run.feed.error is not None:
+            raise run.feed.error
+        if not batch.trained_tokens:
+            break
+        found["ids"].append(batch.ids[:, :-1])
+        found["labels"].append(batch.labels)
+        if batch.starts is not None:
+            # From 0 with each document: where one begins, so that none sees another.
+            place = np.arange(batch.labels.shape[1])
+            begun = (np.maximum.accumulate(np.isin(place, row) * place) for row in batch.starts)
+            found.setdefault("positions", []).append(np.stack([place - one for one in begun]))
+    if not found["ids"]:
+        expected = "a first step with something to train on"
+        raise UserError(Problem("data.sources", None, expected, "llmtrain data inspect"))
+    return {name: torch.from_numpy(np.stack(all).astype(np.int32)) for name, all in found.items()}
+
+
+_ONLY = "an ejected program covers nothing else"
+_COVERED: Mapping[str, tuple[object, ...]] = {
+    "adapter.kind": ("none", "lora", "rslora"),
+    "preference.loss": ("none",),
+    "optimizer.name": ("adamw", "muon"),
+    "training.precision": ("fp32", "auto"),
+    "training.compile": ("off", "auto"),
+    "training.loss_kernel": ("chunked", "logits", "auto"),
+    "training.z_loss": (0.0,),
+    "model.attention_backend": ("auto",),
+    "distributed.strategy": ("ddp", "auto"),
+    "distributed.tensor_parallel": (1, "auto"),
+    "distributed.pipeline_parallel": (1,),
+    "distributed.sequence_parallel": (1, "auto"),
+}
+
+
+def _uncovered(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each key whose value the program does not cover."""
+    for key, covered in _COVERED.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value not in covered:
+            expected = " or ".join(map(str, covered))
+            yield Problem(key, value, f"{expected}: {_ONLY}", f"{key}={covered[0]}")
+    if config.adapter.kind != "none" and config.optimizer.name == "muon":
+        yield Problem("optimizer.name", "muon", f"adamw with adapters: {_ONLY}")
+    if config.adapter.kind != "none" and config.optimizer.groups:
+        yield Problem("optimizer.groups", None, f"no groups with adapters: {_ONLY}")
+
+
+def _uncovered_by_model(run: Run) -> Iterator[Problem]:
+    """Yield a problem for what is found to be not covered only when the run is open."""
+    from torch import nn
+
+    from llmtrain.model import attention, trainable
+    from llmtrain.model.loss import Head
+    from llmtrain.model.shape import on_meta
+
+    built, model, base = run.built, run.built.bare, run.processes.base
+    kind = model.config.model_type
+    key, named = ("model.from", base) if base else ("model.config.model_type", kind)
+    if run.processes.precision != "fp32":
+        found = f"{run.config.training.precision} ({run.processes.precision} here)"
+        yield Problem("training.precision", found, f"fp32: {_ONLY}", "training.precision=fp32")
+    if built.loss.has_router_loss:
+        yield Problem(key, named, f"a model without a router's loss: {_ONLY}")
+    if attention.rope_change(model) is not None:
+        yield Problem(key, named, f"a rope that does not depend on the length: {_ONLY}")
+    if built.loss.head not in (None, Head()):
+        expected = f"logits, as the head of {kind} has a scale or a cap: {_ONLY}"
+        yield Problem("training.loss_kernel", "auto", expected, "training.loss_kernel=logits")
+    if built.hiding == attention.JOINED:
+        expected = f"false, as {kind} hides documents only in rows joined end to end: {_ONLY}"
+        yield Problem("data.document_mask", True, expected, "data.document_mask=false")
+    fresh = type(model.config).from_dict(model.config.to_dict())
+    own = attention.backend(on_meta(fresh))
+    if built.hiding is None and attention.backend(model) == attention.NAME and own != "sdpa":
+        yield Problem(key, named, f"a model whose own attention is sdpa, not {own}: {_ONLY}")
+    layers = [model.get_submodule(f"{name}.base_layer") for name in trainable.adapted_layers(model)]
+    if any(type(layer) is not nn.Linear for layer in layers):
+        yield Problem("adapter.targets", "auto", f"nothing but nn.Linear: {_ONLY}")
+    if not {type(layer) for layer in _with_new_rows(model)} <= {nn.Embedding, nn.Linear}:
+        yield Problem("adapter.train_tokens", None, f"[], as {kind} scales embeddings: {_ONLY}")
+
+
+def _with_new_rows(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers, as peft found them, of which the rows of some tokens are trained."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return [end.original_module for end in ends if hasattr(end, "original_module")]
+
+
+def _flags(run: Run) -> dict[str, bool]:
+    """Return what holds of the run: the names behind `#: if` in the template."""
+    from llmtrain.model import attention, build
+
+    config, built, model = run.config, run.built, run.built.bare
+    base, ends, adapted = run.processes.base, _with_new_rows(model), config.adapter.kind != "none"
+    rows = model.config.get_text_config().vocab_size
+    before = build.weights_config(base).get_text_config().vocab_size if base else rows
+    noisy = build.without_noise(copy.deepcopy(model.config))
+    return {
+        "new": base is None,
+        "grown": rows > before,
+        "frozen": bool(config.model.freeze),
+        "lora": adapted,
+        "lora_dropout": config.adapter.dropout > 0,
+        "token_rows": bool(ends),
+        "head_rows": len(ends) > 1,
+        "tied": len({id(one.weight) for one in ends}) < len(ends),
+        "hidden": built.hiding is not None,
+        "by_document": built.hiding == attention.NAME,
+        "single": run.data.manifest.packing == "single",
+        "chunked": built.loss.head is not None,
+        "muon": config.optimizer.name == "muon",
+        "groups": bool(config.optimizer.groups),
+        "clip": config.training.max_grad_norm is not None,
+        "dropout": bool(noisy) or (adapted and config.adapter.dropout > 0),
+        "deterministic": config.training.deterministic,
+        **{name: name == config.optimizer.schedule for name in _SCHEDULES},
+    }
+
+
+_SCHEDULES = ("cosine", "linear", "constant", "wsd")
+_NOT_OF_THE_MODEL = ("transformers_version", "architectures", "dtype")
+
+
+def _constants(run: Run) -> dict[str, object]:
+    """Return the values of the template's constants."""
+    from llmtrain.model import trainable
+    from llmtrain.training.optimizer import decay_steps, warmup_steps
+    from llmtrain.training.step import DRAWS
+
+    config, base, model = run.config, run.processes.base, run.built.bare
+    optimizer, adapter, tokens = config.optimizer, config.adapter, []
+    if adapter.kind != "none":
+        rows = model.peft_config["default"].trainable_token_indices or []
+        tokens = next(iter(rows.values())) if isinstance(rows, dict) else rows
+    fields = model.config.to_diff_dict()
+    return {
+        "SEED": config.run.seed,
+        "STREAM": mix(config.run.seed, DRAWS, 0),
+        "THREADS": run.processes.threads.count,
+        "CONFIG": {key: fields[key] for key in fields if key not in _NOT_OF_THE_MODEL},
+        "WEIGHTS": base.path if base else "",
+        "REVISION": (base.revision if base else None) or "main",
+        "ROWS": model.config.get_text_config().vocab_size,
+        "FROZEN": list(config.model.freeze),
+        "TARGETS": trainable.short_names(model),
+        "RANK": adapter.r,
+        "SCALING": adapter.alpha / (adapter.r if adapter.kind == "lora" else math.sqrt(adapter.r)),
+        "LORA_DROPOUT": adapter.dropout,
+        "NEW_TOKENS": list(tokens),
+        "STEPS": run.steps,
+        "WARMUP": warmup_steps(optimizer, run.steps),
+        "DECAY": decay_steps(optimizer, run.steps),
+        "MICRO_BATCH": run.built.micro_batch_size,
+        "LEARNING_RATE": optimizer.learning_rate,
+        "MIN_LR_RATIO": optimizer.min_lr_ratio,
+        "BETAS": optimizer.betas,
+        "WEIGHT_DECAY": optimizer.weight_decay,
+        "GROUPS": [(one.match, one.learning_rate, one.weight_decay) for one in optimizer.groups],
+        "MAX_NORM": config.training.max_grad_norm,
+    }
+
+
+_USED = ("torch", "transformers", "numpy")
+_HEADER = """\
+Train the first {steps} steps of a language model: written by `llmtrain eject`, yours to change.
+
+    python {program} [--checkpoint RUN/checkpoints/step-…] [--save DIR]
+
+{tokens} beside it has the tokens. With {versions}
+on a CPU, every loss equals, to the bit, the one that llmtrain logs on one process with as many
+threads. Left out are evaluations, samples, and checkpoints that a run could resume from.
+"""
+
+
+def compose(flags: Mapping[str, bool], values: Mapping[str, object], header: str) -> str:
+    """Return the program for a config: parts of the template, with these values and docstring.
+
+    flags: the names behind `#: if`
+    values: of constants, by name
+    """
+    lines = _chosen(_TEMPLATE.read_text("utf-8").splitlines(), flags)
+    for place, line in enumerate(lines):
+        found = re.fullmatch(r"([A-Z_]+)(?:: [^=]+)? = .*?(?:  (# .*))?", line)
+        if found and found[1] in values:
+            written = f"{found[1]} = {literal(values[found[1]], room=_WIDTH - len(found[1]) - 3)}"
+            one = f"{written}  {found[2] or ''}".rstrip()
+            above = f"{found[2]}\n{written}" if found[2] else written
+            lines[place] = one if len(one) <= _WIDTH and "\n" not in one else above
+    return f'"""{header}"""\n' + _needed("\n".join(lines))
+
+
+def _chosen(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
+    """Return the lines whose conditions hold, without the conditions."""
+    kept: list[str] = []
+    holds = [True]
+    for line in lines:
+        match line.split():
+            case ["#:", "if", *words]:
+                holds.append(flags[words[-1]] != (words[0] == "not"))
+            case ["#:", "else"]:
+                holds[-1] = not holds[-1]
+            case ["#:", "end"]:
+                holds.pop()
+            case _ if all(holds):
+                kept.append(line)
+    return kept
+
+
+def _needed(text: str) -> str:
+    """Return a program behind its docstring, without what its last statement does not need.
+
+    A definition takes with it the comment above.
+    """
+    nodes, lines = ast.parse(text).body, text.splitlines()
+    defined = {name: node for node in nodes for name in _defined(node)}
+    needed, found = {nodes[-1]}, [nodes[-1]]
+    used = {"annotations"}  # from __future__
+    while found:
+        used |= {one.id for one in ast.walk(found.pop()) if isinstance(one, ast.Name)}
+        found += (new := {defined[name] for name in used & defined.keys()} - needed)
+        needed |= new
+    kept: list[str] = []
+    blank: list[str] = []  # lines, those of what was left out too
+    for before, node in pairwise(nodes):
+        gap = lines[before.end_lineno : node.lineno - 1]
+        empty = [line for line in gap if not line]
+        blank = max(blank, empty, key=len)
+        if node not in needed:
+            continue
+        own = lines[node.lineno - 1 : node.end_lineno]
+        if isinstance(node, ast.ImportFrom):
+            names = sorted(used & {*_defined(node)}, key=[*_defined(node)].index)
+            own = [f"from {node.module} import {', '.join(names)}"]
+        kept += [*blank, *(line for line in gap if line), *own]
+        blank = []
+    return "\n".join([*kept, ""])
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return [one.asname or one.name for one in names]
+    return []
+
+
+def literal(value: object, room: int = _WIDTH, indent: str = "") -> str:
+    """Return a value as Python that is formatted as ruff does it.
+
+    room: characters up to the end of the first line
+    indent: of the line that it begins in
+    """
+    inner = f"{indent}    "
+    match value:
+        case str():
+            quoted = json.dumps(value, ensure_ascii=False)
+            if len(quoted) <= room:
+                return quoted
+            size = _WIDTH - len(inner) - 10
+            parts = (value[at : at + size] for at in range(0, len(value), size))
+            quoted = "".join(f"{inner}{json.dumps(one, ensure_ascii=False)}\n" for one in parts)
+            return f"(\n{quoted}{indent})"
+        case dict():
+            ends = "{}"
+            items = [(f"{json.dumps(key)}: ", one) for key, one in value.items()]
+        case list() | tuple():
+            ends = "[]" if isinstance(value, list) else "()"
+            items = [("", one) for one in value]
+        case _:
+            return repr(value)
+    flat = ", ".join(f"{key}{literal(one)}" for key, one in items)
+    if "\n" not in flat and len(flat) + 2 <= room:
+        return f"{ends[0]}{flat}{ends[1]}"
+    each = (
+        f"{inner}{key}{literal(one, _WIDTH - len(inner) - len(key) - 1, inner)},\n"
+        for key, one in items
+    )
+    return f"{ends[0]}\n{''.join(each)}{indent}{ends[1]}"
