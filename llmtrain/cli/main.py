@@ -278,6 +278,7 @@ for _command, _help in (
     (use.generate, "continue a text, or answer in a conversation"),
     (use.chat, "a conversation in the terminal"),
     (use.export, "a model directory, proved to compute the same"),
+    (use.eject, "the first steps of a config as one file of plain torch"),
 ):
     app.command(rich_help_panel="Use", help=_help)(_command)
 

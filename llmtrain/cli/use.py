@@ -1,4 +1,4 @@
-"""`llmtrain evaluate`, `generate`, `chat` and `export`: the commands that use what was trained.
+"""`llmtrain evaluate`, `generate`, `chat`, `export` and `eject`: what uses a run or its config.
 
 Only typer is imported here, as in `main.py`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import AsJson, ProgressLine, busy, runs, show
+from llmtrain.cli.options import (
+    AsJson,
+    ConfigFile,
+    Overrides,
+    ProgressLine,
+    busy,
+    runs,
+    show,
+)
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
+    from llmtrain.tools.eject import Ejected
     from llmtrain.tools.use.answers import Comparison
     from llmtrain.tools.use.evaluate import Evaluated
     from llmtrain.tools.use.export.export import Exported
@@ -196,6 +206,42 @@ def export(
         told=tell,
     )
     show([json.dumps(found.to_json())] if as_json else exportation(found))
+
+
+def eject(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The program, a new file; ends with .py.")
+    ] = Path("train_one.py"),
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps whose tokens are written; 50.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one file that trains the first steps of a config without llmtrain, and its tokens.
+
+    The file is for you to read and change: a plain loop in torch and transformers. On a CPU its
+    losses are those of the run on one process, to the bit.
+    """
+    from llmtrain.config.load import load_config
+
+    loaded = load_config(config, overrides or [])
+    with busy("loading torch and the model"):
+        from llmtrain.tools.eject import eject as write
+
+        _hide_progress_of_transformers()
+        found = write(loaded, out, steps)
+    show([json.dumps(found.to_json())] if as_json else ejection(found))
+
+
+def ejection(found: Ejected) -> Iterator[str]:
+    """Yield what was written, and how it is started."""
+    from llmtrain.text import size
+
+    yield f"{found.program}  {found.lines} lines"
+    yield f"{found.tokens}  the tokens of {found.steps:,} steps, {size(found.token_bytes)}"
+    yield f"start it with: python {shlex.quote(str(found.program))}"
 
 
 def evaluation(found: Evaluated) -> Iterator[str]:

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,12 +89,9 @@ def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
             expected = f"a whole number from 1 to {run.steps}, the steps of the run"
             raise UserError(Problem("--steps", steps, expected))
         batches = _tokens(run, steps or min(STEPS, run.steps))
-        versions = run.processes.versions
         header = _HEADER.format(
             steps=len(batches["ids"]),
-            program=out.name,
-            tokens=tokens.name,
-            versions=", ".join(f"{name} {versions[name]}" for name in _USED),
+            versions=" and ".join(f"{name} {version(name)}" for name in _USED),
         )
         program = compose(_flags(run), _constants(run), header)
     save_file(batches, tokens)
@@ -322,15 +320,15 @@ def _constants(run: Run) -> dict[str, object]:
     }
 
 
-_USED = ("torch", "transformers", "numpy")
+_USED = ("torch", "transformers")
 _HEADER = """\
 Train the first {steps} steps of a language model: written by `llmtrain eject`, yours to change.
 
-    python {program} [--checkpoint RUN/checkpoints/step-…] [--save DIR]
+    python THIS_FILE [--checkpoint RUN/checkpoints/step-…] [--save DIR]
 
-{tokens} beside it has the tokens. With {versions}
-on a CPU, every loss equals, to the bit, the one that llmtrain logs on one process with as many
-threads. Left out are evaluations, samples, and checkpoints that a run could resume from.
+The tokens are in the file of the same name with .safetensors. On a CPU, with {versions},
+every loss equals to the bit the one that llmtrain logs on one process with as many threads. Left
+out are evaluations, samples, and checkpoints that a run could resume from.
 """
 
 
@@ -391,8 +389,8 @@ def _needed(text: str) -> str:
             continue
         own = lines[node.lineno - 1 : node.end_lineno]
         if isinstance(node, ast.ImportFrom):
-            names = sorted(used & {*_defined(node)}, key=[*_defined(node)].index)
-            own = [f"from {node.module} import {', '.join(names)}"]
+            names = [one for one in node.names if (one.asname or one.name) in used]
+            own = [ast.unparse(ast.ImportFrom(node.module, names))]
         kept += [*blank, *(line for line in gap if line), *own]
         blank = []
     return "\n".join([*kept, ""])
@@ -419,16 +417,15 @@ def literal(value: object, room: int = _WIDTH, indent: str = "") -> str:
     inner = f"{indent}    "
     match value:
         case str():
-            quoted = json.dumps(value, ensure_ascii=False)
-            if len(quoted) <= room:
+            if len(quoted := _quoted(value)) <= room:
                 return quoted
-            size = _WIDTH - len(inner) - 10
+            size = (_WIDTH - len(inner)) // 2  # an escape may be longer than its character
             parts = (value[at : at + size] for at in range(0, len(value), size))
-            quoted = "".join(f"{inner}{json.dumps(one, ensure_ascii=False)}\n" for one in parts)
-            return f"(\n{quoted}{indent})"
+            written = "".join(f"{inner}{_quoted(one)}\n" for one in parts)
+            return f"(\n{written}{indent})"
         case dict():
             ends = "{}"
-            items = [(f"{json.dumps(key)}: ", one) for key, one in value.items()]
+            items = [(f"{_quoted(str(key))}: ", one) for key, one in value.items()]
         case list() | tuple():
             ends = "[]" if isinstance(value, list) else "()"
             items = [("", one) for one in value]
@@ -442,3 +439,9 @@ def literal(value: object, room: int = _WIDTH, indent: str = "") -> str:
         for key, one in items
     )
     return f"{ends[0]}\n{''.join(each)}{indent}{ends[1]}"
+
+
+def _quoted(text: str) -> str:
+    """Return a string in double quotes, as Python reads it."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted.encode("utf-8", "backslashreplace").decode("utf-8")  # bytes of a path may not be

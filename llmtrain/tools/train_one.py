@@ -325,7 +325,9 @@ class NewRows(nn.Module):
     def __init__(self, base_layer: nn.Module, rows: nn.Parameter | None = None) -> None:
         super().__init__()
         self.base_layer: Any = base_layer
-        self.trainable_tokens_delta = rows or nn.Parameter(self.base_layer.weight[NEW_TOKENS])
+        if rows is None:
+            rows = nn.Parameter(self.base_layer.weight[NEW_TOKENS])
+        self.trainable_tokens_delta = rows
 
     @property
     def weight(self) -> Tensor:
@@ -366,7 +368,9 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     names: dict[int, list[str]] = {}  # a tied weight has several
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
+    #: if not lora
     embeddings = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    #: end
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by rate and decay
     #: if muon
     matrices: dict[tuple[float, float], list[nn.Parameter]] = {}  # between embeddings and head
