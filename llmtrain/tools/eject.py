@@ -326,9 +326,10 @@ Train the first {steps} steps of a language model: written by `llmtrain eject`, 
 
     python THIS_FILE [--checkpoint RUN/checkpoints/step-…] [--save DIR]
 
-The tokens are in the file of the same name with .safetensors. On a CPU, with {versions},
-every loss equals to the bit the one that llmtrain logs on one process with as many threads. Left
-out are evaluations, samples, and checkpoints that a run could resume from.
+The tokens are in the file of the same name with .safetensors. Every loss equals to the bit the
+one that llmtrain logs on one process with as many threads, on a CPU, with
+{versions}.
+Left out are evaluations, samples, and checkpoints that a run could resume from.
 """
 
 
