@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from llmtrain.training.run.run import Run
 
 STEPS = 50
-_TEMPLATE = Path(__file__).with_name("train_one.py")
+TEMPLATE = Path(__file__).with_name("train_one.py")
 _WIDTH = 100
 
 
@@ -82,25 +82,26 @@ def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
     from safetensors.torch import save_file
 
     tokens = out.with_suffix(".safetensors")
-    raise_any([*check(config), *_uncovered(config), *_problems_of_place(out, tokens)])
-    with _opened(config) as run:
-        raise_any(_uncovered_by_model(run))
+    raise_any([*check(config), *uncovered(config), *place_problems(out, tokens)])
+    with open_alone(config) as run:
+        raise_any(uncovered_by_model(run))
         if steps is not None and not 1 <= steps <= run.steps:
             expected = f"a whole number from 1 to {run.steps}, the steps of the run"
             raise UserError(Problem("--steps", steps, expected))
-        batches = _tokens(run, steps or min(STEPS, run.steps))
+        batches = first_blocks(run, steps or min(STEPS, run.steps))
         header = _HEADER.format(
             steps=len(batches["ids"]),
             versions=" and ".join(f"{name} {version(name)}" for name in _USED),
         )
-        program = compose(_flags(run), _constants(run), header)
+        program = compose(conditions(run), constants(run), header)
     save_file(batches, tokens)
     out.write_text(program, "utf-8")
     made = len(batches["ids"])
     return Ejected(out, tokens, made, program.count("\n"), tokens.stat().st_size)
 
 
-def _problems_of_place(out: Path, tokens: Path) -> Iterator[Problem]:
+def place_problems(out: Path, tokens: Path) -> Iterator[Problem]:
+    """Yield why a program and its tokens cannot be written there."""
     if out.suffix != ".py":
         yield Problem("--out", str(out), "a file whose name ends with .py", "--out train_one.py")
     elif not out.absolute().parent.is_dir():
@@ -112,7 +113,7 @@ def _problems_of_place(out: Path, tokens: Path) -> Iterator[Problem]:
 
 
 @contextmanager
-def _opened(config: Config) -> Iterator[Run]:
+def open_alone(config: Config) -> Iterator[Run]:
     """Start a run of the config on one CPU process, in a temporary directory, and yield it.
 
     What an earlier start of the config's run has made or chosen holds for this one, too. Nothing is
@@ -146,7 +147,7 @@ def _opened(config: Config) -> Iterator[Run]:
                 os.environ["ACCELERATE_USE_CPU"] = before
 
 
-def _tokens(run: Run, steps: int) -> dict[str, Tensor]:
+def first_blocks(run: Run, steps: int) -> dict[str, Tensor]:
     """Return the blocks of the first steps, each tensor (steps, rows, positions) int32.
 
     They are fewer where the data ends before.
@@ -155,7 +156,8 @@ def _tokens(run: Run, steps: int) -> dict[str, Tensor]:
     import torch
 
     found: dict[str, list[np.ndarray]] = {"ids": [], "labels": []}
-    for _ in range(steps):
+    for step in range(1, steps + 1):
+        run.feed.begin(step)
         batch = run.feed.next_batch()
         if run.feed.error is not None:
             raise run.feed.error
@@ -183,6 +185,7 @@ _COVERED: Mapping[str, tuple[object, ...]] = {
     "training.compile": ("off", "auto"),
     "training.loss_kernel": ("chunked", "logits", "auto"),
     "training.z_loss": (0.0,),
+    "training.same_bits": (False,),
     "model.attention_backend": ("auto",),
     "distributed.strategy": ("ddp", "auto"),
     "distributed.tensor_parallel": (1, "auto"),
@@ -191,21 +194,24 @@ _COVERED: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def _uncovered(config: Config) -> Iterator[Problem]:
+def uncovered(config: Config) -> Iterator[Problem]:
     """Yield a problem for each key whose value the program does not cover."""
     for key, covered in _COVERED.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if value not in covered:
-            expected = " or ".join(map(str, covered))
-            yield Problem(key, value, f"{expected}: {_ONLY}", f"{key}={covered[0]}")
+            words = [str(one).lower() if isinstance(one, bool) else str(one) for one in covered]
+            yield Problem(key, value, f"{' or '.join(words)}: {_ONLY}", f"{key}={words[0]}")
+    if config.training.batch.grows:
+        sizes = config.training.batch.sizes
+        yield Problem("training.global_batch_size", sizes, f"one size for all steps: {_ONLY}")
     if config.adapter.kind != "none" and config.optimizer.name == "muon":
         yield Problem("optimizer.name", "muon", f"adamw with adapters: {_ONLY}")
     if config.adapter.kind != "none" and config.optimizer.groups:
         yield Problem("optimizer.groups", None, f"no groups with adapters: {_ONLY}")
 
 
-def _uncovered_by_model(run: Run) -> Iterator[Problem]:
+def uncovered_by_model(run: Run) -> Iterator[Problem]:
     """Yield a problem for what is found to be not covered only when the run is open."""
     from torch import nn
 
@@ -246,7 +252,7 @@ def _with_new_rows(model: PreTrainedModel) -> list[nn.Module]:
     return [end.original_module for end in ends if hasattr(end, "original_module")]
 
 
-def _flags(run: Run) -> dict[str, bool]:
+def conditions(run: Run) -> dict[str, bool]:
     """Return what holds of the run: the names behind `#: if` in the template."""
     from llmtrain.model import attention, build
 
@@ -281,14 +287,15 @@ _SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _NOT_OF_THE_MODEL = ("transformers_version", "architectures", "dtype")
 
 
-def _constants(run: Run) -> dict[str, object]:
+def constants(run: Run) -> dict[str, object]:
     """Return the values of the template's constants."""
     from llmtrain.model import trainable
     from llmtrain.training.optimizer import decay_steps, warmup_steps
     from llmtrain.training.step import DRAWS
 
     config, base, model = run.config, run.processes.base, run.built.bare
-    optimizer, adapter, tokens = config.optimizer, config.adapter, []
+    optimizer, adapter = config.optimizer, config.adapter
+    tokens: Sequence[int] = []
     if adapter.kind != "none":
         rows = model.peft_config["default"].trainable_token_indices or []
         tokens = next(iter(rows.values())) if isinstance(rows, dict) else rows
@@ -339,7 +346,7 @@ def compose(flags: Mapping[str, bool], values: Mapping[str, object], header: str
     flags: the names behind `#: if`
     values: of constants, by name
     """
-    lines = _chosen(_TEMPLATE.read_text("utf-8").splitlines(), flags)
+    lines = choose_lines(TEMPLATE.read_text("utf-8").splitlines(), flags)
     for place, line in enumerate(lines):
         found = re.fullmatch(r"([A-Z_]+)(?:: [^=]+)? = .*?(?:  (# .*))?", line)
         if found and found[1] in values:
@@ -347,10 +354,10 @@ def compose(flags: Mapping[str, bool], values: Mapping[str, object], header: str
             one = f"{written}  {found[2] or ''}".rstrip()
             above = f"{found[2]}\n{written}" if found[2] else written
             lines[place] = one if len(one) <= _WIDTH and "\n" not in one else above
-    return f'"""{header}"""\n' + _needed("\n".join(lines))
+    return f'"""{header}"""\n' + drop_unneeded("\n".join(lines))
 
 
-def _chosen(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
+def choose_lines(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
     """Return the lines whose conditions hold, without the conditions."""
     kept: list[str] = []
     holds = [True]
@@ -367,13 +374,13 @@ def _chosen(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
     return kept
 
 
-def _needed(text: str) -> str:
+def drop_unneeded(text: str) -> str:
     """Return a program behind its docstring, without what its last statement does not need.
 
     A definition takes with it the comment above.
     """
     nodes, lines = ast.parse(text).body, text.splitlines()
-    defined = {name: node for node in nodes for name in _defined(node)}
+    defined = {name: node for node in nodes for name in defined_names(node)}
     needed, found = {nodes[-1]}, [nodes[-1]]
     used = {"annotations"}  # from __future__
     while found:
@@ -384,20 +391,19 @@ def _needed(text: str) -> str:
     blank: list[str] = []  # lines, those of what was left out too
     for before, node in pairwise(nodes):
         gap = lines[before.end_lineno : node.lineno - 1]
-        empty = [line for line in gap if not line]
-        blank = max(blank, empty, key=len)
+        blank = max(blank, [line for line in gap if not line], key=len)
         if node not in needed:
             continue
         own = lines[node.lineno - 1 : node.end_lineno]
         if isinstance(node, ast.ImportFrom):
             names = [one for one in node.names if (one.asname or one.name) in used]
-            own = [ast.unparse(ast.ImportFrom(node.module, names))]
+            own = [ast.unparse(ast.ImportFrom(node.module, names, level=0))]
         kept += [*blank, *(line for line in gap if line), *own]
         blank = []
     return "\n".join([*kept, ""])
 
 
-def _defined(node: ast.stmt) -> list[str]:
+def defined_names(node: ast.stmt) -> list[str]:
     """Return the names that a statement defines."""
     match node:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -433,6 +439,7 @@ def literal(value: object, room: int = _WIDTH, indent: str = "") -> str:
         case _:
             return repr(value)
     flat = ", ".join(f"{key}{literal(one)}" for key, one in items)
+    flat += "," * (isinstance(value, tuple) and len(value) == 1)
     if "\n" not in flat and len(flat) + 2 <= room:
         return f"{ends[0]}{flat}{ends[1]}"
     each = (

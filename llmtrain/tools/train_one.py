@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -108,7 +107,7 @@ def update(
     #: else
     # The fused kernel divides by `grad_scale` as it reads a gradient; to multiply before would
     # save nothing and round otherwise.
-    optimizers[0].grad_scale = factor.reciprocal() if factor < 1 else None  # type: ignore[attr-defined]
+    optimizers[0].grad_scale = factor.reciprocal() if factor < 1 else None
     #: end
     #: end
     for optimizer in optimizers:
@@ -153,7 +152,7 @@ def summed_loss(model: PreTrainedModel, rows: dict[str, Tensor]) -> Tensor:
     #: if single
     rows = without_padding(rows)
     #: end
-    where: dict[str, Any] = {"use_cache": False}
+    where = {"use_cache": False}
     #: if hidden
     where["position_ids"] = rows["positions"]  # from 0 with each document
     #: end
@@ -165,8 +164,7 @@ def summed_loss(model: PreTrainedModel, rows: dict[str, Tensor]) -> Tensor:
     #: if chunked
     hidden = model.base_model(rows["ids"], **where)[0]
     head = model.get_output_embeddings()
-    loss: Tensor = ChunkedLoss.apply(hidden, head.weight, head.bias, rows["labels"])  # type: ignore[no-untyped-call]
-    return loss
+    return ChunkedLoss.apply(hidden, head.weight, head.bias, rows["labels"])
     #: else
     logits = model(rows["ids"], **where).logits.flatten(0, 1)
     labels = rows["labels"].flatten()
@@ -189,9 +187,7 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-    ) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         """Return the loss, (). hidden: (B, T, h), weight: (V, h), bias: (V,), labels: (B, T)"""
         flat, targets = hidden.flatten(0, 1), labels.reshape(-1, 1)
         losses = flat.new_zeros(len(flat), 1)
@@ -216,14 +212,13 @@ class ChunkedLoss(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight and bias."""
         return *(None if one is None else one * scale for one in ctx.gradients), None
 
 
 def build_model() -> PreTrainedModel:
     """Return the model with the weights that the run begins with."""
-    model: PreTrainedModel
     #: if new
     torch.manual_seed(SEED)  # the weights are drawn
     config = AutoConfig.for_model(**CONFIG)
@@ -262,7 +257,7 @@ def grow(model: PreTrainedModel) -> None:
             one.weight[len(before) :] = (sums.sum(0) / len(before)).float()
 
 
-def ends_of(model: PreTrainedModel) -> list[Any]:
+def ends_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the embeddings and the head, which may have the same weight."""
     return [model.get_input_embeddings(), model.get_output_embeddings()]
 
@@ -275,7 +270,7 @@ def attend(
     attention_mask: None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **keywords: Any,
+    **keywords,
 ) -> tuple[Tensor, None]:
     """Attend causally inside of each document: one after the other, so Σ length² and no mask.
 
@@ -324,7 +319,7 @@ class NewRows(nn.Module):
 
     def __init__(self, base_layer: nn.Module, rows: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.base_layer: Any = base_layer
+        self.base_layer = base_layer
         if rows is None:
             rows = nn.Parameter(self.base_layer.weight[NEW_TOKENS])
         self.trainable_tokens_delta = rows
@@ -333,8 +328,7 @@ class NewRows(nn.Module):
     def weight(self) -> Tensor:
         """All rows, those of the tokens in their places."""
         index = torch.tensor(NEW_TOKENS)
-        every: Tensor = self.base_layer.weight.index_copy(0, index, self.trainable_tokens_delta)
-        return every
+        return self.base_layer.weight.index_copy(0, index, self.trainable_tokens_delta)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return embeddings of ids, or logits of hidden states."""
@@ -406,9 +400,7 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     #: end
 
 
-def as_torch_has_them(
-    groups: dict[tuple[float, float], list[nn.Parameter]],
-) -> list[dict[str, Any]]:
+def as_torch_has_them(groups: dict[tuple[float, float], list[nn.Parameter]]) -> list[dict]:
     """Return groups of weights in the form that an optimizer takes."""
     return [
         {"params": weights, "lr": rate, "peak": rate, "weight_decay": decay}
@@ -420,7 +412,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose matrices are made orthogonal: Jordan et al. 2024."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:
         """Update all matrices."""
         for group in self.param_groups:
             for weight in group["params"]:

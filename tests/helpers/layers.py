@@ -48,6 +48,7 @@ TOP_LEVEL: dict[str, set[str]] = {
     "training.stop": set(),
     "tools.launch.elastic": {"torch"},
     "tools.use.load": {"pydantic"},
+    "tools.train_one": {"torch", "transformers", "safetensors"},
     "cli": {"typer"},
 }
 

@@ -58,6 +58,7 @@ def test_help_shows_the_commands_in_groups():
         "           generate      continue a text, or answer in a conversation\n"
         "           chat          a conversation in the terminal\n"
         "           export        a model directory, proved to compute the same\n"
+        "           eject         the first steps of a config as one file of plain torch\n"
         "Look after data          inspect · which · tokenize · repack\n"
         "           checkpoints   list · verify · prune · rehearse\n"
         "           config        show · schema · diff\n"
