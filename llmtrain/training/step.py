@@ -84,6 +84,8 @@ def update(run: Run, batch: Batch, factor: float) -> None:
     The gradient is that of the mean loss over all trained tokens of the step on all ranks, however
     the blocks are distributed. DDP averages gradients over data ranks, hence the factor in `scale`.
     """
+    if run.config.training.same_bits:
+        batch = in_groups(batch, group_order(len(batch.ids), run.built.micro_batch_size))
     scale = gradient_scale(run, batch)  # () on the device
     losses: list[Tensor] = []  # each () fp32, summed over trained tokens; with pairs (1 + K,) fp64
     routers: list[Tensor] = []  # the same of the router's loss, if the model has one
@@ -132,8 +134,6 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
     Where processes share each row, they are those of this process's positions.
     """
     device = run.device
-    if run.config.training.same_bits:
-        batch = in_groups(batch, run.built.micro_batch_size)
     ids = on_device(device, batch.ids[:, :-1].astype(np.int64))
     size, count = run.built.micro_batch_size, ids.shape[0]
     parts = [slice(first, first + size) for first in range(0, count, size)]
@@ -160,16 +160,19 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
     return [in_parts(row, own) for row in rows] if shared else rows
 
 
-def in_groups(batch: Batch, size: int) -> Batch:
-    """Return the blocks of a step in the order in which micro-batches are cut with `same_bits`.
+def group_order(count: int, size: int) -> np.ndarray:
+    """Return the order in which a rank's blocks of a step are trained with `same_bits`, (n,) int64.
 
     Of n micro-batches the k-th has blocks k, k + n, k + 2n … of this rank. So it has the same ones
     on any number of processes: of a step's C micro-batches, those with equal numbers modulo C.
 
-    size: blocks of a micro-batch
+    count: this rank's blocks; size: of them, those of a micro-batch
     """
-    count = len(batch.ids)
-    order = np.arange(count).reshape(size, count // size).T.ravel()
+    return np.arange(count).reshape(size, count // size).T.ravel()
+
+
+def in_groups(batch: Batch, order: np.ndarray) -> Batch:
+    """Return the blocks of a step in another order. order: as of `group_order`"""
     return replace(
         batch,
         ids=batch.ids[order],

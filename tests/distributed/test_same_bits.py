@@ -3,16 +3,18 @@
 The whole product, 50 steps each: `pytest tests/distributed/test_same_bits.py -m slow`.
 """
 
+import json
+import re
 from functools import cache
 from itertools import product
 
 import pytest
 import torch
-from helpers import chats, corpus
+from helpers import chats, corpus, preferred
 from helpers.bases import ENTRIES, SHAPE, save_base, save_tokenizer
 from helpers.ranks import until
-from helpers.tiny import lines, tiny_config, write_config
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from helpers.tiny import lines, status, tiny_config, write_config
+from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from llmtrain.checkpoint.read import tensors_digest
 
@@ -90,7 +92,11 @@ def numbers(folder):
 
 @pytest.mark.parametrize(
     ("kind", "launch"),
-    [(kind, launch) for kind, launches in DIAGONAL.items() for launch in launches],
+    [
+        pytest.param(kind, launch, id="-".join(map(str, (*kind, *launch))))
+        for kind, launches in DIAGONAL.items()
+        for launch in launches
+    ],
 )
 def test_weights_moments_loss_and_norm_are_those_of_one_process(
     server, sources, alone, tmp_path, kind, launch
@@ -170,3 +176,34 @@ def test_bad_input_what_would_change_the_bits_of_a_run_is_refused(
     assert said.count("error: ") == 1
     assert "Traceback" not in said
     assert tensors_digest(ended / "run" / "checkpoints" / f"step-{STEPS:08d}") == before
+
+
+def test_pairs_of_answers_have_one_hash_with_the_reference_of_the_start(server, tmp_path):
+    found = set()
+    for launch in (("ddp", 1), ("fsdp2", 3)):
+        folder = tmp_path / "-".join(map(str, launch))
+        sizes = {"training__global_batch_size": 12, "training__micro_batch_size": 2}
+        made = preferred.config_of(folder, preferred.pairs(60), "dpo", **sizes)
+        made["training"] |= {"same_bits": True, "steps": STEPS}
+        found.add(sha(server, folder, json.loads(json.dumps(made)), *launch))
+    assert len(found) == 1
+
+
+def test_bad_input_a_gradient_too_large_for_the_grid_ends_all_ranks_with_its_name(
+    server, sources, tmp_path
+):
+    base = tmp_path / "base"
+    model = LlamaForCausalLM.from_pretrained(sources["llama"])
+    model.model.norm.weight.data *= 1e6
+    model.save_pretrained(base)
+    made = config(tmp_path / "run", sources)
+    made["model"] = {"from": str(base), "tokenizer": str(sources["llama"])}
+    codes = server.run(["train", str(write_config(tmp_path, made))], 2, tmp_path)
+    said = (tmp_path / "output.txt").read_text()
+    assert codes == [1, 1], said
+    assert "Traceback" not in said
+    line = " ".join(said.split())
+    assert re.search(r"the gradient of model\.\S+ is too large for training\.same_bits", line), said
+    assert "optimizer.learning_rate" in said
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert status(tmp_path / "run")["exit_code"] == 1

@@ -51,6 +51,10 @@ CORE: dict[str, tuple[str, ...]] = {
         "distributed/test_strategies.py::test_a_run_under_any_strategy_is_the_run_under_ddp[fsdp2]",
         "distributed/test_strategies.py::test_a_run_under_any_strategy_is_the_run_under_ddp[zero2]",
     ),
+    "one hash on any number of processes": (
+        "distributed/test_same_bits.py::"
+        "test_weights_moments_loss_and_norm_are_those_of_one_process[llama-0.0-text-full-fsdp2-3]",
+    ),
     "resumed under another strategy": (
         "distributed/test_strategies.py::test_what_one_strategy_saved_another_goes_on_from"
         "[fsdp2-ddp]",

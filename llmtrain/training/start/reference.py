@@ -40,7 +40,7 @@ from llmtrain.rundir.reference import KEY, Column, DamagedColumnError
 from llmtrain.training.evaluate import heldout_batch, rounds_of
 from llmtrain.training.run.due import agreed_stop
 from llmtrain.training.run.run import DataSide, Processes, Run
-from llmtrain.training.step import flags, micro_batches
+from llmtrain.training.step import flags, group_order, in_groups, micro_batches
 from llmtrain.types import Batch, JsonMapping
 
 _log = logging.getLogger(__name__)
@@ -301,7 +301,11 @@ class _Pass:
 
         offset: added to the numbers of its blocks
         """
-        run, pairs = self.run, batch.pairs
+        run, order = self.run, np.arange(len(batch.ids))
+        if run.config.training.same_bits and not offset:  # a held-out batch is one micro-batch
+            order = group_order(len(order), run.built.micro_batch_size)
+            batch = in_groups(batch, order)
+        pairs = batch.pairs
         if stops := agreed_stop(run.ranks, flags(run)):
             agreed(run.ranks, self.write_part)
             raise StoppedError(stops[0])
@@ -316,7 +320,9 @@ class _Pass:
                 self.forwards += 1
             if run.layout.tells_pairs:
                 size = run.layout.data_size
-                blocks = offset + batch.first_block + run.layout.data_rank + size * pairs.rows
+                blocks = (
+                    offset + batch.first_block + run.layout.data_rank + size * order[pairs.rows]
+                )
                 values = np.concatenate(sums)[fresh]
                 self._new.append(Column(pairs.keys[fresh], values, blocks[fresh]))
             self._seen.update(keys[n] for n in fresh)

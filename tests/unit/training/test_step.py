@@ -23,7 +23,7 @@ from llmtrain.pairs import Pairs
 from llmtrain.training import loop, stop as requests
 from llmtrain.training.run import journal
 from llmtrain.training.run.journal import RunLog
-from llmtrain.training.step import begin, host_part, in_groups, seed_generators
+from llmtrain.training.step import begin, group_order, host_part, in_groups, seed_generators
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags, ModelCut, rank_layout
 
 ROOT = Path(__file__).parents[3]
@@ -325,7 +325,8 @@ def test_with_same_bits_each_micro_batch_has_the_same_blocks_on_any_number_of_ra
     count = total // size  # groups of the step
     found = {}
     for rank in range(ranks):
-        batch = in_groups(blocks_of(rank, ranks, total), size)
+        order = group_order(total // ranks, size)
+        batch = in_groups(blocks_of(rank, ranks, total), order)
         for number, first in enumerate(range(0, total // ranks, size)):
             part = slice(first, first + size)
             rows = batch.ids[part, 0].tolist()
