@@ -38,6 +38,7 @@ SECTIONS = {  # program → title, what its command needs, units that are shown 
     "data": ("Data", " --data DIR --tokenizer DIR", ["tokens/s"]),
     "checkpoint": ("Checkpoints", "", ["GB/s"]),
     "parallel": ("Models in parts", "", ["B"]),
+    "same_bits": ("One hash", "", []),
     "scaling": ("Growth", "", []),
     "convergence": ("Convergence", " --data DIR", ["nats"]),
     "speedrun": ("Speedrun", " --data DIR --record muon", []),

@@ -28,6 +28,7 @@ SMALLEST: dict[str, list[str]] = {
     "plan": [],
     "preference": ["--only", "head"],
     "report": [],
+    "same_bits": [],
     "scaling": ["--only", "checkpoint", "seek"],
     "speedrun": ["--data", "{data}"],
     "threads": [],

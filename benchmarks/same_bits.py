@@ -1,0 +1,95 @@
+"""What does `training.same_bits` cost? CPU time of a step over one without the key, in turns.
+
+Two processes on a core each, two micro-batches of each in a step; a Llama of 5.6 M parameters. A
+figure is the ratio of the medians of all steps of all turns, both processes together. Each turn
+begins with the other one of the two. Losses must agree, and the weights of no turn may differ from
+those of another with the key.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import Bench, around, config_of, llama, main, ranks, turns
+
+SHAPE = llama(320, 4, 5, 864)
+SEQ_LEN, PROCESSES, MICRO_BATCHES = 512, 2, 2
+SIZES = {
+    "rows": ((4, 1), (1,)),  # blocks of 512 tokens in a micro-batch
+    "steps": (10, 3),  # of each run; the first two are not counted
+    "rounds": (3, 1),
+    "strategies": (("ddp", "fsdp2"), ("ddp",)),
+}
+WARM = 2
+GOALS = {"ddp": "≤ 1.15", "fsdp2": "≤ 1.10"}  # at 2,048 tokens a micro-batch
+
+
+def cost(bench: Bench) -> None:
+    for strategy in bench.sizes.strategies:
+        goal = GOALS[strategy]
+        for rows in bench.sizes.rows:
+            seconds: dict[str, list[float]] = {"plain": [], "exact": []}
+            ends: dict[str, set[str]] = {"plain": set(), "exact": set()}
+            for turn, name in turns(seconds, bench.sizes.rounds):
+                place = bench.folder / f"{strategy}-{rows}-{name}-{turn}"
+                asked = {"strategy": strategy, "rows": rows, "exact": name == "exact"}
+                asked |= {"folder": str(place), "steps": bench.sizes.steps}
+                found = ranks(__file__, asked, PROCESSES)
+                together = zip(*(one["seconds"] for one in found), strict=True)
+                seconds[name] += [sum(step) for step in together]
+                ends[name].add(found[0]["sha256"])
+            if len(ends["exact"]) != 1:
+                bench.refuse(f"{strategy}: the turns ended in other bits: {ends['exact']}")
+            least = {name: statistics.median(one) for name, one in seconds.items()}
+            tokens = rows * SEQ_LEN
+            bench.say(
+                f"{strategy}: a step over one without the key, {tokens:,} tokens a micro-batch",
+                least["exact"] / least["plain"],
+                "×",
+                goal if tokens >= 2048 else "",
+                seconds=seconds,
+                shape=SHAPE,
+            )
+
+
+def run_of(strategy: str, rows: int, exact: bool, folder: str, steps: int) -> dict[str, Any]:
+    """Train on this rank; return the CPU seconds of the steps, and rank 0's hash of the end."""
+    import os
+
+    import llmtrain
+    from llmtrain.checkpoint.read import tensors_digest
+
+    rank = int(os.environ["RANK"])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    path = config_of(
+        Path(folder) / str(rank),
+        SHAPE,
+        steps=steps,
+        rows=rows * PROCESSES * MICRO_BATCHES,
+        seq_len=SEQ_LEN,
+        run={"dir": f"{folder}/run"},
+        model={"activation_checkpointing": "none"},
+        data={"workers": 0},
+        training={"micro_batch_size": rows, "same_bits": exact},
+        distributed={"strategy": strategy},
+        checkpoint={"background": False},
+    )
+    spent: list[float] = []
+
+    def update(original: Any, run: Any, batch: Any, factor: float) -> None:
+        began = time.process_time()
+        original(run, batch, factor)
+        spent.append(time.process_time() - began)
+
+    with around(update=update):
+        llmtrain.train(llmtrain.load_config(path))
+    (end,) = Path(folder, "run", "checkpoints").glob(f"step-*{steps}")
+    return {"seconds": spent[WARM:], "sha256": tensors_digest(end)}
+
+
+if __name__ == "__main__":
+    main(__doc__, cost, SIZES, child=run_of)
