@@ -21,9 +21,10 @@ from llmtrain.checkpoint.read import tensors_digest
 STEPS, MANY = 6, 50
 LAUNCHES = [("ddp", world) for world in (2, 3, 4, 6)] + [("fsdp2", w) for w in (2, 3, 4, 6)]
 MODELS, DATA, TRAINED = ("llama", "qwen3"), ("text", "chat"), ("full", "lora")
-# What each value is on once, with the launches that are compared with one process.
+PLAIN = ("llama", 0.0, "text", "full")
+# Each value is on it once; with the launches that are compared with one process.
 DIAGONAL = {
-    ("llama", 0.0, "text", "full"): [("ddp", 2), ("fsdp2", 3)],
+    PLAIN: [("ddp", 2), ("fsdp2", 3)],
     ("qwen3", 0.1, "text", "full"): [("ddp", 3), ("fsdp2", 2)],
     ("llama", 0.1, "chat", "lora"): [("ddp", 2), ("fsdp2", 2)],
 }
@@ -61,27 +62,31 @@ def config(run_dir, sources, model="llama", dropout=0.0, data="text", trained="f
 
 
 def sha(server, folder, made, strategy="ddp", world=1, *more):
-    """Of the checkpoint of the last step, after a launch that ends well."""
+    """Launch a run that ends well; the SHA-256 of its last checkpoint."""
     made["distributed"] = {"strategy": strategy, "timeout_minutes": 2.0}
     path = write_config(folder, made)
     codes = server.run(["train", str(path), *more], world, folder)
     assert codes == [0] * world, (folder / "output.txt").read_text()[-4000:]
-    run_dir = folder / "run"
-    last = lines(run_dir, "train")[-1]["step"]
-    return tensors_digest(run_dir / "checkpoints" / f"step-{last:08d}")
+    return last_sha(folder)
+
+
+def last_sha(folder):
+    """Of the checkpoint of the last step."""
+    last = lines(folder / "run", "train")[-1]["step"]
+    return tensors_digest(folder / "run" / "checkpoints" / f"step-{last:08d}")
 
 
 @pytest.fixture(scope="module")
 def alone(server, sources, tmp_path_factory):
-    """The SHA-256 and the lines of one process, by the kind of the run."""
+    """The folder of a run on one process, by the kind of the run."""
 
     @cache
-    def found(*kind):
+    def trained(*kind):
         folder = tmp_path_factory.mktemp("alone")
-        made = config(folder / "run", sources, *kind)
-        return sha(server, folder, made), numbers(folder)
+        sha(server, folder, config(folder / "run", sources, *kind))
+        return folder
 
-    return found
+    return trained
 
 
 def numbers(folder):
@@ -102,19 +107,19 @@ def test_weights_moments_loss_and_norm_are_those_of_one_process(
     server, sources, alone, tmp_path, kind, launch
 ):
     found = sha(server, tmp_path, config(tmp_path / "run", sources, *kind), *launch)
-    assert (found, numbers(tmp_path)) == alone(*kind)
+    assert found == last_sha(alone(*kind))
+    assert numbers(tmp_path) == numbers(alone(*kind))
 
 
 def test_without_the_key_the_bits_are_others(server, sources, alone, tmp_path):
     """So the hash sees what rounding does."""
-    found = set()
-    for world in (1, 2, 3):
+    found = {last_sha(alone(*PLAIN))}
+    for world in (1, 2):
         folder = tmp_path / str(world)
-        made = config(folder / "run", sources)
+        made = config(folder / "run", sources, *PLAIN)
         made["training"]["same_bits"] = False
         found.add(sha(server, folder, made, "ddp", world))
     assert len(found) == 3
-    assert alone("llama", 0.0, "text", "full")[0] not in found
 
 
 def test_killed_on_four_processes_it_goes_on_on_three_and_then_on_one(server, sources, tmp_path):
@@ -147,14 +152,6 @@ def test_fifty_steps_have_one_hash_over_all_launches(server, sources, tmp_path, 
     assert len(set(map(str, found.values()))) == 1, found
 
 
-@pytest.fixture(scope="module")
-def ended(server, sources, tmp_path_factory):
-    """A run of 6 steps on one process."""
-    folder = tmp_path_factory.mktemp("ended")
-    sha(server, folder, config(folder / "run", sources))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("override", "world", "says"),
     [
@@ -165,17 +162,18 @@ def ended(server, sources, tmp_path_factory):
     ],
 )
 def test_bad_input_what_would_change_the_bits_of_a_run_is_refused(
-    server, ended, override, world, says
+    server, alone, override, world, says
 ):
-    before = tensors_digest(ended / "run" / "checkpoints" / f"step-{STEPS:08d}")
-    (ended / "output.txt").write_text("")
-    arguments = ["train", str(ended / "config.yaml"), override]
-    assert server.run(arguments, world, ended) == [2] * world
-    said = (ended / "output.txt").read_text()
+    folder = alone(*PLAIN)
+    before = last_sha(folder)
+    (folder / "output.txt").write_text("")
+    arguments = ["train", str(folder / "config.yaml"), override]
+    assert server.run(arguments, world, folder) == [2] * world
+    said = (folder / "output.txt").read_text()
     assert says in said
     assert said.count("error: ") == 1
     assert "Traceback" not in said
-    assert tensors_digest(ended / "run" / "checkpoints" / f"step-{STEPS:08d}") == before
+    assert last_sha(folder) == before
 
 
 def test_pairs_of_answers_have_one_hash_with_the_reference_of_the_start(server, tmp_path):
