@@ -82,12 +82,14 @@ def test_f37_data_that_a_worker_does_not_send(faulty, straight, action, code, sa
 
 
 BAD_STEP = 2
-STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "ddp, same bits", "fsdp2, same bits"]
 
 
 def skipping(strategy, root):
     """One rank's loss is NaN in a step, every rank's is, and the step never was."""
-    case = Case(strategy, forbid="loss", bad_step=BAD_STEP, steps=4)
+    name, _, exact = strategy.partition(", ")
+    asked = {"same_bits": True, "fused": False} if exact else {}
+    case = Case(name, forbid="loss", bad_step=BAD_STEP, steps=4, **asked)
     cases = {
         "one": case,
         "all": replace(case, forbid="loss everywhere"),

@@ -31,8 +31,10 @@ def run_of(
     micro_batch_size: int,
     seq_len: int,
     max_grad_norm: float | None = 1.0,
+    same_bits: bool = False,
 ) -> Any:
     """send: hears the summed vector and the norm of each update."""
+    training = SimpleNamespace(same_bits=same_bits)
     manifest = SimpleNamespace(always_full=False, labels=("all",), packing="bestfit")
     return SimpleNamespace(
         ranks=launched.ranks,
@@ -40,7 +42,9 @@ def run_of(
         device=launched.device,
         engine=launched.engine,
         model=prepared,
-        config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
+        config=SimpleNamespace(
+            data=SimpleNamespace(seq_len=seq_len), training=training, run=SimpleNamespace(seed=0)
+        ),
         data=SimpleNamespace(manifest=manifest, answers=None, reference=None),
         built=SimpleNamespace(
             bare=bare,

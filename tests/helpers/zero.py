@@ -67,6 +67,7 @@ class Case:
     fused: bool = True
     checkpointing: str = "none"
     left_out: int = -1
+    same_bits: bool = False
 
 
 def run(server: Server, folder: Path, world_size: int, cases: Sequence[Case], **env: str) -> Any:
@@ -128,6 +129,7 @@ def train(case: Case) -> dict[str, Any]:
         DistributedConfig(timeout_minutes=2.0),
         max_grad_norm=case.max_grad_norm,
         largest_block=2000,
+        same_bits=case.same_bits,
     )
     engine, ranks = launched.engine, launched.ranks
     bare = build(case.model)
@@ -146,6 +148,7 @@ def train(case: Case) -> dict[str, Any]:
         micro_batch_size=case.micro,
         seq_len=uneven.SEQ_LEN,
         max_grad_norm=case.max_grad_norm,
+        same_bits=case.same_bits,
     )
     if case.discard:
         discard(fake)
