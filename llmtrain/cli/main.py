@@ -152,6 +152,12 @@ def plan(
     host_memory_gb: Annotated[
         float | None, typer.Option(metavar="H", help="GiB of memory of a node's host.")
     ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="EUR", help="Price of a device for an hour.")
+    ] = None,
+    price_node: Annotated[
+        float | None, typer.Option(metavar="EUR", help="Price of a node for an hour, besides.")
+    ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the config for accelerate launch.")
     ] = None,
@@ -160,7 +166,7 @@ def plan(
     """Plan memory and speed of a run on some devices; exit code 2 if it fits nowhere."""
     from llmtrain.cli.plan_view import show_plan
 
-    asked = (devices, nodes, device_memory_gb, host_memory_gb)
+    asked = (devices, nodes, device_memory_gb, host_memory_gb, price, price_node)
     raise typer.Exit(show_plan(config, overrides or [], asked, write, as_json=as_json))
 
 

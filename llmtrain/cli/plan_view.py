@@ -15,6 +15,7 @@ from llmtrain.text import duration, short, size, wrap
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.strategy import PlannedLayout
+    from llmtrain.tools.cost import Cost
     from llmtrain.tools.plan import Plan
 
 _PARTS = {
@@ -33,14 +34,14 @@ _NAME = 16
 def show_plan(
     config: str,
     overrides: Sequence[str],
-    asked: tuple[int | None, int | None, float | None, float | None],
+    asked: tuple[int | None, int | None, *tuple[float | None, ...]],
     write: Path | None,
     *,
     as_json: bool,
 ) -> int:
     """Plan, print the plan and write the launch file; return the exit code.
 
-    asked: devices, nodes, GiB of a device, GiB of a host
+    asked: devices, nodes, GiB of a device, GiB of a host, and, if any, prices of device and node
     write: the launch file; None = write none
     """
     from llmtrain.config.load import load_config
@@ -91,6 +92,7 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield from _reference(found)
     yield from _speeds(found)
     yield from _duration(found)
+    yield from cost_lines(found.cost)
     yield from _rates(found)
 
 
@@ -120,6 +122,43 @@ def _duration(found: Plan) -> Iterator[str]:
         yield from _label("duration", f"not known of {steps}")
     else:
         yield from _label("duration", f"not predicted: {found.steps:,} steps at a speed not known")
+
+
+def cost_lines(cost: Cost | None) -> Iterator[str]:
+    """Yield what the steps that are left cost, and what a lost machine does, as far as known."""
+    if cost is None:
+        return
+    if cost.hours is None or cost.steps is None:
+        yield from _label(
+            "cost", f"not known at EUR {cost.hourly:,.2f} an hour; it needs {cost.needs}"
+        )
+    else:
+        made = f", {cost.done:,} of which are made" if cost.done else ""
+        takes = f"EUR {cost.hours * cost.hourly:,.2f} for {duration(cost.hours * 3600)}"
+        yield from _label(
+            "cost", f"{takes} up to step {cost.steps:,}{made}; EUR {cost.hourly:,.2f} an hour"
+        )
+        how = f"measured on these devices over {cost.measured:,} steps"
+        yield from _label(
+            "", f"speed {how if cost.speed == 'measured' else 'computed, not measured'}"
+        )
+        for count, seconds, what in (
+            (cost.evaluations, cost.evaluation_seconds, "evaluations"),
+            (cost.saves, cost.save_seconds, "saves"),
+        ):
+            share = cost.share(seconds)
+            known = "not in it, as none was measured" if share is None else f"{share:.1%} of it"
+            yield from _label("", f"{count:,} {what}: {known}")
+    if cost.lost_hours is None or cost.interval is None:
+        return
+    restart = "and a start, which was not measured"
+    if cost.restart is not None:
+        restart = f"and a start of {duration(cost.restart)}"
+    price = f"EUR {cost.lost_hours * cost.hourly:,.2f}, {duration(cost.lost_hours * 3600)}"
+    half = f"half of the {duration(cost.interval)} between two checkpoints"
+    yield from _label(
+        "lost", f"{price} of all devices for each machine that dies: {half}, {restart}"
+    )
 
 
 def _memory(found: Plan) -> Iterator[str]:

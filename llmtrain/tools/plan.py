@@ -46,6 +46,7 @@ from llmtrain.errors import Problem, raise_any
 from llmtrain.model import trainable
 from llmtrain.model.count import CannotCountError
 from llmtrain.text import size
+from llmtrain.tools.cost import Cost, Price, cost
 from llmtrain.tools.launch.file import launch_values, write_launch_file
 from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
@@ -136,6 +137,7 @@ class Plan:
     speeds: by number of devices; empty if not known
     reference: the operations of a block in the pass before the first step, as a share of those of a
         block in a step; None without a reference of answers
+    cost: hours and price of the steps that are left; None if no price was given
     uncounted: why the parts named in `UNCOUNTED` are not known; they are 0 or too small then, so
         what is chosen may not fit
     """
@@ -155,6 +157,7 @@ class Plan:
     rates: tuple[Rate, ...]
     reference: float | None = None
     uncounted: str | None = None
+    cost: Cost | None = None
 
     @property
     def chosen(self) -> strategy.PlannedLayout | None:
@@ -197,6 +200,7 @@ class Plan:
             "disk_bytes": self.disk_bytes,
             **({} if self.reference is None else {"reference_share": self.reference}),
             "tokens_per_second": chosen.tokens_per_second if chosen else None,
+            **({} if self.cost is None else {"cost": self.cost.to_json()}),
         }
 
     def _repr_html_(self) -> str:
@@ -209,6 +213,8 @@ def plan(
     nodes: int | None = None,
     device_memory_gb: float | None = None,
     host_memory_gb: float | None = None,
+    price: float | None = None,
+    price_node: float | None = None,
 ) -> Plan:
     """Compute what `config` needs on `nodes` machines with `devices` devices each.
 
@@ -217,13 +223,15 @@ def plan(
     device_memory_gb: GiB of a device; None = that of this machine's devices
     host_memory_gb: GiB of a node's host; None = this machine's, or unknown if the memory of a
         device is given: then the plan only states what the host needs
+    price, price_node: EUR an hour for a device, and for a node besides; None = nothing
 
     Raises UserError for a config that cannot be planned. If the run fits nowhere, the Plan has
     `chosen` None.
     """
     counts = {"devices": devices, "nodes": nodes}
     sizes = {"device-memory-gb": device_memory_gb, "host-memory-gb": host_memory_gb}
-    raise_any([*check(config), *_problems(counts, sizes)])
+    asked_price = Price(price, price_node)
+    raise_any([*check(config), *_problems(counts, sizes), *asked_price.problems()])
 
     hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
     if config.adapter.kind == "qlora" and hardware.cpu:
@@ -240,7 +248,10 @@ def plan(
         problems += one_sided("distributed.strategy", mesh)
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    return plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
+    found = plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
+    if price is None and price_node is None:
+        return found
+    return replace(found, cost=cost(config, asked_price, hardware, found.seconds))
 
 
 def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
