@@ -93,6 +93,8 @@ def head(bench: Bench) -> None:
     bench.say("products", None, note=str(rates))
     shape = f"{size[0]} tokens, hidden {size[1]}, V {size[2]}"
     for precision, goal in GOALS[device].items():
+        if precision not in sizes.precisions:
+            continue
         if device == "cpu" and precision == "bf16" and rates.faster != "bf16":
             bench.say(precision, None, note=f"not the faster precision here: {rates}")
             continue
@@ -117,6 +119,7 @@ def head(bench: Bench) -> None:
 
 SIZES: dict[str, tuple[Any, Any]] = {
     "rounds": (3, 1),
+    "precisions": (("fp32", "bf16"), ("fp32",)),
     "tokens": (2048, 64),
     "hidden": (192, 192),
     "vocabulary": (50_304, 4096),

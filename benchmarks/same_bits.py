@@ -16,8 +16,9 @@ from typing import Any
 from harness import Bench, around, config_of, llama, main, ranks, turns
 
 SHAPE = llama(320, 4, 5, 864)
-SEQ_LEN, PROCESSES, MICRO_BATCHES = 512, 2, 2
+SEQ_LEN, MICRO_BATCHES = 512, 2  # of each process
 SIZES = {
+    "processes": (2, 1),
     "rows": ((4, 1), (1,)),  # blocks of 512 tokens in a micro-batch
     "steps": (10, 3),  # of each run; the first two are not counted
     "rounds": (3, 1),
@@ -36,8 +37,9 @@ def cost(bench: Bench) -> None:
             for turn, name in turns(seconds, bench.sizes.rounds):
                 place = bench.folder / f"{strategy}-{rows}-{name}-{turn}"
                 asked = {"strategy": strategy, "rows": rows, "exact": name == "exact"}
+                asked |= {"processes": bench.sizes.processes}
                 asked |= {"folder": str(place), "steps": bench.sizes.steps}
-                found = ranks(__file__, asked, PROCESSES)
+                found = ranks(__file__, asked, bench.sizes.processes)
                 together = zip(*(one["seconds"] for one in found), strict=True)
                 seconds[name] += [sum(step) for step in together]
                 ends[name].add(found[0]["sha256"])
@@ -55,7 +57,9 @@ def cost(bench: Bench) -> None:
             )
 
 
-def run_of(strategy: str, rows: int, exact: bool, folder: str, steps: int) -> dict[str, Any]:
+def run_of(
+    strategy: str, rows: int, exact: bool, processes: int, folder: str, steps: int
+) -> dict[str, Any]:
     """Train on this rank; return the CPU seconds of the steps, and rank 0's hash of the end."""
     import os
 
@@ -69,7 +73,7 @@ def run_of(strategy: str, rows: int, exact: bool, folder: str, steps: int) -> di
         Path(folder) / str(rank),
         SHAPE,
         steps=steps,
-        rows=rows * PROCESSES * MICRO_BATCHES,
+        rows=rows * processes * MICRO_BATCHES,
         seq_len=SEQ_LEN,
         run={"dir": f"{folder}/run"},
         model={"activation_checkpointing": "none"},
