@@ -290,7 +290,7 @@ def same_bits_in_words(training: schema.TrainingConfig) -> str:
     assert micro != "auto", "`check_same_bits` has refused it"
     count = training.batch.unit // micro
     sizes = [str(size) for size in range(1, count + 1) if count % size == 0]
-    return f"the same bits on {', '.join(sizes)} processes"
+    return f"{', '.join(sizes)} processes"
 
 
 def inexact_optimizer(name: Algorithm) -> Problem:

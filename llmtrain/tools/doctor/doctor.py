@@ -272,7 +272,7 @@ def _plan(context: DoctorContext) -> Verdict:
         f"{size(kept * checkpoint_bytes(found.shape))} of checkpoints at most"
     )
     if config.training.same_bits:
-        fits = join([fits, ok(same_bits_in_words(config.training))])
+        fits = join([fits, ok(f"the same bits on {same_bits_in_words(config.training)}")])
     asked = work(config, precision, cpu=hardware.cpu)
     warned = across_nodes(found.shape, asked, layout, hardware)
     return join([fits, warning(*warned)]) if warned else fits

@@ -187,7 +187,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
         f"batch     {size} blocks{pairs} = {rows}, of {manifest.seq_len} tokens{grows}",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",
         f"memory    {memory} planned, activation checkpointing: {recompute}",
-        *([f"bits      {same_bits_in_words(training)}"] if training.same_bits else []),
+        *([f"bits      the same on {same_bits_in_words(training)}"] if training.same_bits else []),
     ]
 
 
