@@ -206,7 +206,7 @@ def train(
         "--max-restarts": max_restarts,
     }
     if nodes is not None:
-        from llmtrain.tools.launch.machines import launch_on_machines
+        from llmtrain.tools.launch.launch import launch_on_machines
 
         options.refuse({"--processes": processes}, "no such option beside --nodes")
         places = (nodes, processes_per_node, last_call, max_restarts)

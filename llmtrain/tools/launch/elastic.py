@@ -62,8 +62,8 @@ from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.child import read_exit_report, wait_until
+from llmtrain.tools.launch.launch import AgentSettings
 from llmtrain.tools.launch.launcher import LauncherLog
-from llmtrain.tools.launch.machines import AgentSettings
 from llmtrain.tools.launch.supervise import RESTARTS
 from llmtrain.training.stop import LAUNCHED, REGROUP
 from llmtrain.types import JsonMapping
@@ -336,25 +336,21 @@ class AgentSignals:
 
 def main() -> None:
     """Run the agent of this machine, and write how the run has ended for it."""
-    run_dir, settings, *command = sys.argv[1:]
+    run_dir, text, *command = sys.argv[1:]
+    settings = AgentSettings(**json.loads(text))
     command = command[2:]  # without --config_file FILE, which ranks look for in their ancestors
     log = LauncherLog(contents.launcher_log(Path(run_dir)))
     torchs = logging.getLogger("torch.distributed")
     torchs.handlers, torchs.propagate = [log], False
     report = Path(os.environ[LAUNCHED])
     try:
-        code, message = _run(Path(run_dir), _settings(settings), report, command)
+        code, message = _run(Path(run_dir), settings, report, command)
     except UserError as error:
         code, message = error.exit_code, f"error: {error}"
     finally:
         log.end(os.environ)
     system.write_durably(report, json.dumps([code, message]).encode(), sync=False)
     sys.exit(1 if code else 0)
-
-
-def _settings(text: str) -> AgentSettings:
-    values = json.loads(text)
-    return AgentSettings(**{**values, "counts": tuple(values["counts"])})
 
 
 def _run(

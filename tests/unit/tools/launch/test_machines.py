@@ -11,9 +11,9 @@ from helpers.config import SMALLEST, written
 
 from llmtrain.cli.main import main
 from llmtrain.errors import UserError
-from llmtrain.tools.launch import machines
+from llmtrain.tools.launch import launch as module
 from llmtrain.tools.launch.child import Ended
-from llmtrain.tools.launch.machines import launch_on_machines, parse_nodes
+from llmtrain.tools.launch.launch import launch_on_machines, parse_nodes
 
 EIGHT = SMALLEST.replace("{steps: 10}", "{steps: 10, global_batch_size: 8}")
 
@@ -28,7 +28,7 @@ def started(monkeypatch):
         report.write_text('[0, ""]')
         return Ended(0, "")
 
-    monkeypatch.setattr(machines, "run_launcher", run)
+    monkeypatch.setattr(module, "run_launcher", run)
     monkeypatch.setenv("PET_LOCAL_ADDR", "10.0.0.7")
     return commands
 
