@@ -22,7 +22,7 @@ from typing import Any
 from harness import Bench, apart, around, config_of, llama, main, unsaved
 
 import llmtrain
-from llmtrain.system import cores
+from llmtrain.system import cores, set_variables_of_torch
 
 WARM = 4  # steps that are not counted
 ALONE, BESIDE = "alone", "beside a busy neighbour"
@@ -83,7 +83,7 @@ def threads(bench: Bench) -> None:
 def run(contender: str, *, brief: bool, threads: int, steps: int, folder: str) -> dict[str, float]:
     """Train one contender. brief: whether waiting threads soon sleep."""
     if brief:  # as `train` does it, before torch is imported
-        llmtrain._set_variables_of_torch(os.environ)
+        set_variables_of_torch(os.environ)
     ends: list[tuple[float, float]] = []  # wall and CPU time at the ends of steps
 
     def end() -> None:

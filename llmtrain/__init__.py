@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,6 +73,7 @@ def train(config: Config, processes: int | None = None) -> Result:
     from llmtrain.config.checks import check
     from llmtrain.distributed.launch.environment import check_environment
     from llmtrain.metrics.trackers import check_installed
+    from llmtrain.system import set_variables_of_torch
     from llmtrain.training import stop
 
     problems = check(config)
@@ -91,7 +91,7 @@ def train(config: Config, processes: int | None = None) -> Result:
     raise_any(problems)
     check_environment(os.environ, config.distributed, config.training)
     check_installed(config.logging.trackers)
-    _set_variables_of_torch(os.environ)
+    set_variables_of_torch(os.environ)
     with stop.catching():  # before torch is imported, which takes seconds
         from llmtrain.rundir.status import Result
         from llmtrain.training.ending import StoppedEarlyError
@@ -103,21 +103,6 @@ def train(config: Config, processes: int | None = None) -> Result:
             return Result(
                 config.run_dir, "stopped", stopped.exit_code, stopped.reason, stopped.step
             )
-
-
-def _set_variables_of_torch(env: MutableMapping[str, str]) -> None:
-    """Set what torch reads when it is imported, where the user has not set it."""
-    # By default, OpenMP threads that wait for work spin. On a shared machine they then take the
-    # cores from the threads that they wait for. Threads that go to sleep at once are slow where
-    # nobody else computes, so GNU's OpenMP (torch's wheels for Linux) spins some 0.1 ms first:
-    # benchmarks/threads.py.
-    if "OMP_WAIT_POLICY" not in env and "GOMP_SPINCOUNT" not in env:
-        env["OMP_WAIT_POLICY"] = "PASSIVE"
-        env["GOMP_SPINCOUNT"] = "5000"
-    # Segments of a GPU's memory that can grow leave no gaps between blocks of other sizes. The
-    # older name of the variable still counts, but not beside the new one.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in env:
-        env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ import secrets
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -271,6 +271,21 @@ def ancestors() -> Iterator[tuple[Mapping[str, str], Sequence[str]]]:
             process = process.parent()
     except (psutil.Error, OSError):
         return
+
+
+def set_variables_of_torch(env: MutableMapping[str, str]) -> None:
+    """Set what torch reads when it is imported, where the user has not set it."""
+    # By default, OpenMP threads that wait for work spin. On a shared machine they then take the
+    # cores from the threads that they wait for. Threads that go to sleep at once are slow where
+    # nobody else computes, so GNU's OpenMP (torch's wheels for Linux) spins some 0.1 ms first:
+    # benchmarks/threads.py.
+    if "OMP_WAIT_POLICY" not in env and "GOMP_SPINCOUNT" not in env:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        env["GOMP_SPINCOUNT"] = "5000"
+    # Segments of a GPU's memory that can grow leave no gaps between blocks of other sizes. The
+    # older name of the variable still counts, but not beside the new one.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in env:
+        env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -2,7 +2,8 @@
 
 The trap: a process that has trained with gloo must not finalise the interpreter. A worker thread of
 gloo may still need the interpreter's lock, and would then abort the process although its work is
-done. So a rank flushes its streams and exits by `os._exit`.
+done. So a rank flushes its streams and exits by `os._exit`. Where the launcher forks its ranks, it
+waits until they return, and it is `multiprocessing` that exits so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, column
 from llmtrain.text import count, duration, first_line, fit, fixed, harmless, percent, short
 from llmtrain.tools.launch.child import repeat_after_launcher, write_exit_report
+from llmtrain.training.stop import REGROUP
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -199,6 +201,8 @@ def _leave(code: int, message: str) -> NoReturn:
         sys.stderr.flush()
     logging.shutdown()
     _unlink_semaphores()
+    if not code and REGROUP in os.environ:
+        sys.exit(0)  # as a value: torch takes None for a failure
     os._exit(code)
 
 

@@ -19,7 +19,14 @@ from typing import Any
 
 from llmtrain.config import secrets, yaml12
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.goodput import StepSums, Stretch, stretches, without_idle_starts
+from llmtrain.rundir.goodput import (
+    Change,
+    StepSums,
+    Stretch,
+    changes,
+    stretches,
+    without_idle_starts,
+)
 from llmtrain.rundir.record import as_number, is_of_all, require_record
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -41,6 +48,7 @@ class Tables:
     sums: what the steps of the final history add up to
     redone: ranges of steps that were done again after a start went back
     stretches: where the time went
+    changes: what each start after the first cost, and on how many processes it ran
     unread: number of whole lines of the record that could not be read
     settings: values of the config by dotted key, with the length that the run has now, which a
         later start may have changed; {} if it cannot be read
@@ -62,6 +70,7 @@ class Tables:
     sums: StepSums
     redone: tuple[tuple[int, int], ...]
     stretches: tuple[Stretch, ...]
+    changes: tuple[Change, ...]
     unread: int
     settings: Mapping[str, object]
     chat: bool
@@ -176,6 +185,7 @@ def collect(run_dir: Path) -> Tables:
         sums=sums,
         redone=_redone(lines),
         stretches=tuple(stretches(lines)),
+        changes=tuple(changes(without_idle_starts(lines))),
         unread=unread,
         settings=with_length(_settings(config), starts),
         chat=isinstance(chat, dict) and bool(chat.get("template")),

@@ -27,6 +27,7 @@ from llmtrain.types import JsonMapping
 
 _ROWS = 60
 _CONFIG = 100_000
+_MINUTES_FROM = 7200  # seconds of a run from which its time is shown in minutes
 _OWNERS = {
     "training": "training",
     "waiting": "waiting for data",
@@ -78,6 +79,7 @@ def render(tables: Tables) -> str:
         figures=whole,
         band=Markup(draw_band(tables.stretches)),
         shares=[(owner, _OWNERS[owner], *each) for owner, *each in shares(tables.stretches)],
+        changes=tables.changes[: -_ROWS - 1 : -1],
         samples=[(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()],
         losses=dict(column(tables.evaluations, "loss")),
         best=best,
@@ -167,7 +169,23 @@ def figures(tables: Tables) -> list[Figure]:
         _small("wait", "Waiting for data", "% of the step time", waited),
         _small("memory", "Memory", "GiB", tables.numbers("memory_gb"), limits),
     ]
-    return [replace(one, restarts=tables.restarts) for one in (*_loss(tables), *small) if one]
+    of_steps = [replace(one, restarts=tables.restarts) for one in (*_loss(tables), *small) if one]
+    return [*of_steps, *_processes(tables)]
+
+
+def _processes(tables: Tables) -> list[Figure]:
+    """Return the number of processes over the time, if it has changed."""
+    if all(one.before == one.processes for one in tables.changes):
+        return []
+    begin, end = tables.stretches[0].begin, tables.stretches[-1].end
+    unit, name = (60, "minute") if end - begin > _MINUTES_FROM else (1, "second")
+    edges = [(begin, tables.changes[0].before)]
+    for one in tables.changes:
+        edges += [(one.time, edges[-1][1]), (one.time, one.processes)]
+    edges.append((end, edges[-1][1]))
+    curve = thin([(round((time - begin) / unit), count) for time, count in edges])
+    series = (Series("processes", curve),)
+    return [Figure("processes", "Processes", "", series, from_zero=True, across=name)]
 
 
 def _loss(tables: Tables) -> list[Figure]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,6 +109,44 @@ def stretches(
         every_stretch += _of_start(lines[first:after], redone[first:after], now, last, size)
         now = every_stretch[-1].end if every_stretch else now
     return every_stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a start that went on with a run cost, and on how many processes it ran.
+
+    time: Unix seconds at which it was ready
+    step: from which it went on
+    before, processes: processes of the start before, and of this one; 0 = not recorded
+    again: steps that it trained a second time
+    seconds: from the last step of the start before to the first new one; None = there is none yet
+    """
+
+    time: float
+    step: int
+    before: int
+    processes: int
+    again: int
+    seconds: float | None
+
+
+def changes(lines: Iterable[JsonMapping]) -> list[Change]:
+    """Return the changes between the starts of a run. lines: the record, oldest first"""
+    found: list[Change] = []
+    first: JsonMapping | None = None
+    farthest, at = 0, 0.0  # the last new step, and when it was recorded
+    for line in lines:
+        if line["kind"] == "start":
+            before = found[-1].processes if found else int((first or {}).get("world_size") or 0)
+            if first is not None:
+                size, again = int(line.get("world_size") or 0), max(0, farthest - line["step"])
+                found.append(Change(line["time"], line["step"], before, size, again, None))
+            first = first or line
+        elif line["kind"] == "train" and line["step"] > farthest:
+            if found and found[-1].seconds is None and at:
+                found[-1] = replace(found[-1], seconds=max(0.0, line["time"] - at))
+            farthest, at = line["step"], line["time"]
+    return found
 
 
 def without_idle_starts(lines: Sequence[JsonMapping]) -> list[JsonMapping]:

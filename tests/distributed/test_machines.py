@@ -87,7 +87,10 @@ class Run:
         return found
 
     def rank(self, node: int) -> psutil.Process:
-        (rank,) = [one for one in self.agent(node).children() if "RANK" in one.environ()]
+        (server,) = [
+            one for one in self.agent(node).children() if "forkserver" in str(one.cmdline())
+        ]
+        (rank,) = server.children()
         return rank
 
     def signal(self, node: int, number: signal.Signals) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-import llmtrain
+from llmtrain import system
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -17,12 +17,12 @@ EXPANDABLE = "expandable_segments:True"
 )
 def test_the_allocator_grows_its_segments_unless_it_was_told_otherwise(there, expected):
     env = dict(there)
-    llmtrain._set_variables_of_torch(env)
+    system.set_variables_of_torch(env)
     assert env == {**expected, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_threads_that_wait_do_as_the_user_says(name):
     env = {name: "as the user says", "PYTORCH_ALLOC_CONF": ""}
-    llmtrain._set_variables_of_torch(env)
+    system.set_variables_of_torch(env)
     assert env == {name: "as the user says", "PYTORCH_ALLOC_CONF": ""}

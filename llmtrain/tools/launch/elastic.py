@@ -13,6 +13,11 @@ machine decides who takes part; this module gives it a place, and does what it l
     SIGUSR1, no parent          this machine leaves, and the others continue
     a number of machines that does not divide the batch    some of them wait
 
+Ranks are forked from a server that has imported what a rank imports (Python's `forkserver`). So a
+new group trains after a second or two where the imports alone would take six, and the first group's
+are done while the machines meet. On GPUs nothing is imported before the fork, as some libraries
+look for devices when they are imported, and CUDA does not survive a fork.
+
 The trap: torch's own backend for files appends each heartbeat to a log, some 100 MB a day for two
 machines and more than a GB for sixteen. Here the state is one small file that is replaced.
 """
@@ -22,7 +27,9 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -30,7 +37,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 
 from torch.distributed import (  # type: ignore[attr-defined]  # not in __all__
@@ -58,6 +67,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain import system
+from llmtrain.distributed.launch.named import is_true
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir.status import read_status
@@ -75,6 +85,18 @@ _STORE_SECONDS = 20.0  # for what a machine of a new group writes at once, unles
 _EXIT_SECONDS = 5.0  # for the machines of a group that has ended to see each other's end
 _SETTLE_SECONDS = 30.0  # for rank 0 on another machine to record how the run has ended
 _NEVER = 1_000_000  # restarts: torch counts changes of machines among them, see `_Machines`
+
+
+# What a rank imports: the loop, and what takes long on its way.
+_IMPORTED = (
+    "llmtrain.cli.main",
+    "llmtrain.cli.rank",
+    "llmtrain.training.loop",
+    "llmtrain.report.page",
+    "safetensors.torch",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 class EndedError(Exception):
@@ -263,7 +285,10 @@ class Machines(RendezvousHandler):
         self._before, self._marks = read_status(self._run_dir), failures.versions(self._run_dir)
         for file in (self._regroup, self._report):
             file.unlink(missing_ok=True)
-        os.environ[RESTARTS] = str(self._groups - 1)
+        if info.rank == 0:
+            groups = self._folder / "groups"
+            so_far = int(groups.read_text()) if groups.exists() else 0
+            system.write_durably(groups, str(so_far + 1).encode(), sync=False)
         store = _Brief("", info.store)
         used = self._used(info.world_size)
         return RendezvousInfo(store, info.rank, used, info.bootstrap_store_info)  # type: ignore[arg-type]  # as torch's own do
@@ -308,7 +333,7 @@ class Machines(RendezvousHandler):
             code, message = mark.code, f"error: {mark}"
         if code in (UserError.exit_code, DISK_FAILED):
             raise EndedError(code, message)
-        stopped = now.get("state") == "stopped"
+        stopped = (now.get("state"), now.get("exit_code")) == ("stopped", RESTARTABLE)
         progress = now.get("step") != self._before.get("step")
         self._failed = 0 if stopped or progress else self._failed + 1
         if self._failed > self._settings.max_restarts:
@@ -323,7 +348,15 @@ class AgentSignals:
     def __init__(self, regroup: Path) -> None:
         self.leaves = False
         self._regroup, self._parent = regroup, os.getppid()
-        for number in system.stop_signals():
+        signals = system.stop_signals()
+        for number in signals:
+            # The server ignores what it inherits so. Its group is that of this process, and gets
+            # the signals that are meant for this one.
+            signal.signal(number, signal.SIG_IGN)
+        on_cpu = is_true(os.environ, "ACCELERATE_USE_CPU")
+        multiprocessing.set_forkserver_preload(list(_IMPORTED if on_cpu else _IMPORTED[:1]))
+        forkserver.ensure_running()
+        for number in signals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -360,6 +393,7 @@ def _run(
     regroup = Path(os.environ.setdefault(REGROUP, str(report.with_name("regroup"))))
     # torch 2.13 keeps the addresses of ranks for the next group, and some would call dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    system.set_variables_of_torch(os.environ)
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # the same number of ranks on each machine
     signals = AgentSignals(regroup)
     folder = Folder(run_dir / contents.RENDEZVOUS)
@@ -375,10 +409,11 @@ def _run(
             rdzv_backend=_BACKEND,
             max_restarts=_NEVER,
             local_addr=settings.address,
+            start_method="forkserver",
             signals_to_handle="SIGQUIT",  # the others are ours
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "llmtrain", "train", *command)
+            elastic_launch(config, rank)(folder.path / "groups", command)
         except SignalException:
             if signals.leaves or not handler.joined:
                 return 0, "this machine has left the run; the others continue"
@@ -390,6 +425,29 @@ def _run(
         return _outcome(run_dir, report)
     finally:
         folder.leave()
+
+
+def rank(groups: Path, words: Sequence[str]) -> None:
+    """Be a rank, in a process that is forked for it: do what `python -m llmtrain train` does.
+
+    groups: the file that counts the groups so far. words: config and overrides
+    """
+    os.setsid()  # signals to the agent's group are not meant for ranks
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # the server ignores them
+    Thread(target=_follow_agent, args=(os.getppid(),), daemon=True).start()
+    os.environ[RESTARTS] = str(int(groups.read_text()) - 1)
+    sys.argv = ["llmtrain", "train", *words]
+    runpy.run_module("llmtrain", run_name="__main__")
+
+
+def _follow_agent(server: int) -> None:
+    """When the agent ends, end the server, so that its ranks notice that their parent has gone."""
+    agent = multiprocessing.parent_process()
+    if agent is not None:
+        agent.join()
+    with suppress(ProcessLookupError):
+        os.kill(server, signal.SIGKILL)
 
 
 def _agree(folder: Path, settings: AgentSettings) -> None:

@@ -252,7 +252,7 @@ class AgentSettings:
     address: of this machine, as the others reach it
     """
 
-    counts: tuple[int, ...]
+    counts: Sequence[int]
     processes: int
     max_restarts: int
     last_call: int
@@ -299,7 +299,7 @@ def launch_on_machines(
         raise UserError(*error.problems, where=where) from None
     check_file_locks(config.run_dir)
     settings = AgentSettings(
-        tuple(counts),
+        counts,
         processes,
         MAX_RESTARTS if max_restarts is None else max_restarts,
         last_call or LAST_CALL_SECONDS,

@@ -7,6 +7,9 @@ files that failed ranks leave, here called marks. The trap: ranks outlive their 
 save. A start at that moment would be refused, and the old ranks' status would be mistaken for that
 of the new start. So the lock of the run directory must be free first.
 
+A command with `--nodes` is one machine's part of a run that others may go on with. So its own exit
+code counts, and the lock of the run is none of its business.
+
 The config and the run directory are found in the command, and its secrets are hidden:
 
     accelerate launch --config_file a.yaml scripts/train.py my.yaml run.dir=runs/x
@@ -142,6 +145,7 @@ _FINAL = {
     DISK_FAILED: "the end, since the disk has failed",
 }
 _KILLED_SECONDS = 10.0
+_OF_MACHINES_SECONDS = 1.0  # before the first restart: the others wait for this machine
 
 Say = Callable[[str], None]
 
@@ -219,14 +223,18 @@ def supervise(
     names another run directory, or if that is in use.
     """
     grace = os.environ.get(GRACE, "")  # before torch's launcher kills its ranks
-    waits = waits or Waits(leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
+    of_machines = any(word.partition("=")[0] == "--nodes" for word in command)
+    first = Waits().first if not of_machines else _OF_MACHINES_SECONDS
+    waits = waits or Waits(first, leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
     run_dir = checked_run_dir(command, run_dir)
-    RunLock(run_dir, "").check()
+    if not of_machines:
+        RunLock(run_dir, "").check()
     known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
-    with passing_signals_on() as forward:
+    with passing_signals_on(may_leave=of_machines) as forward:
         for number in count(1):
             say(f"start {number}: {shown(command)}")
-            end = _start(command, run_dir, forward, waits.leave, say, number - 1)
+            start = _start_machine if of_machines else _start
+            end = start(command, run_dir, forward, waits.leave, say, number - 1)
             now = _complete_checkpoints(run_dir)
             progress, known = bool(now - known), known | now
             stopped = forward.asked is not None
@@ -284,6 +292,27 @@ def _start(
         raise UserError(Problem("COMMAND", shown(command[:1]), expected)) from error
     finally:
         forward.child = None
+
+
+def _start_machine(
+    command: Sequence[str], run_dir: Path, forward: Forward, leave: float, say: Say, restarts: int
+) -> Ended:
+    """Run a command with `--nodes` once; return how this machine's part of the run ended."""
+    env = {**os.environ, RESTARTS: str(restarts)}
+
+    def wait_for_ranks(others: set[int]) -> None:
+        if not wait_until(lambda: not living_children(others), leave):
+            for child in living_children(others):
+                say(f"killed process {child.pid}: left {leave:.0f} s behind its launcher")
+                child.kill()
+
+    end = run_child(command, env, run_dir, forward, wait_for_ranks)
+    code = forward.child.returncode if forward.child is not None else RESTARTABLE
+    forward.child = None
+    message = f"ended by signal {-code}" if code < 0 else "ended"
+    return replace(
+        end, exit_code=code if code >= 0 else RESTARTABLE, message=message, lost_launcher=False
+    )
 
 
 def _wait_for_ranks(run_dir: Path, leave: float, say: Say, others: set[int]) -> None:
