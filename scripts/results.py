@@ -39,6 +39,7 @@ SECTIONS = {  # program → title, what its command needs, units that are shown 
     "checkpoint": ("Checkpoints", "", ["GB/s"]),
     "parallel": ("Models in parts", "", ["B"]),
     "same_bits": ("One hash", "", []),
+    "deaths": ("Machines that die", "", []),
     "scaling": ("Growth", "", []),
     "convergence": ("Convergence", " --data DIR", ["nats"]),
     "speedrun": ("Speedrun", " --data DIR --record muon", []),

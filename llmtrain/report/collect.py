@@ -20,7 +20,7 @@ from typing import Any
 from llmtrain.config import secrets, yaml12
 from llmtrain.rundir import contents, record, status
 from llmtrain.rundir.goodput import (
-    Change,
+    Restart,
     StepSums,
     Stretch,
     changes,
@@ -70,7 +70,7 @@ class Tables:
     sums: StepSums
     redone: tuple[tuple[int, int], ...]
     stretches: tuple[Stretch, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[Restart, ...]
     unread: int
     settings: Mapping[str, object]
     chat: bool

@@ -112,7 +112,7 @@ def stretches(
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Restart:
     """What a start that went on with a run cost, and on how many processes it ran.
 
     time: Unix seconds at which it was ready
@@ -130,9 +130,9 @@ class Change:
     seconds: float | None
 
 
-def changes(lines: Iterable[JsonMapping]) -> list[Change]:
+def changes(lines: Iterable[JsonMapping]) -> list[Restart]:
     """Return the changes between the starts of a run. lines: the record, oldest first"""
-    found: list[Change] = []
+    found: list[Restart] = []
     first: JsonMapping | None = None
     farthest, at = 0, 0.0  # the last new step, and when it was recorded
     for line in lines:
@@ -140,7 +140,7 @@ def changes(lines: Iterable[JsonMapping]) -> list[Change]:
             before = found[-1].processes if found else int((first or {}).get("world_size") or 0)
             if first is not None:
                 size, again = int(line.get("world_size") or 0), max(0, farthest - line["step"])
-                found.append(Change(line["time"], line["step"], before, size, again, None))
+                found.append(Restart(line["time"], line["step"], before, size, again, None))
             first = first or line
         elif line["kind"] == "train" and line["step"] > farthest:
             if found and found[-1].seconds is None and at:

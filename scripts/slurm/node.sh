@@ -4,12 +4,18 @@
 
 set -euo pipefail
 
-python=$1 file=$2 first=$3 port=$4 processes=$5 logs=$6
-shift 6
+python=$1 file=$2 first=$3 port=$4 processes=$5 logs=$6 least=$7
+shift 7
 
 # Left by SLURM's MPI or by a launcher around the job, they say that this is one of their ranks.
 unset "${!PMI@}" "${!OMPI_COMM_WORLD@}" "${!MV2_COMM_WORLD@}"
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+
+if [ -n "$least" ]; then # nodes that come and go meet in the run directory
+    exec "$python" -m llmtrain supervise -- "$python" -m llmtrain train "$@" \
+        --nodes "$least:$SLURM_JOB_NUM_NODES" --processes-per-node "$processes" \
+        ${file:+--accelerate "$file"}
+fi
 
 # Torch asks the name service who is the first node and at which address nodes reach each other. On
 # a machine with several networks, or a name that means 127.0.1.1, the answer is wrong.

@@ -144,7 +144,7 @@ def _lock(path: Path) -> Verdict:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as failed:
             found = f"no locks ({failed.strerror}): two starts at once could both run"
-            return warning(found, remedy)
+            return warning(f"{found}, and machines of --nodes MIN:MAX cannot meet", remedy)
         command = [sys.executable, "-I", "-S", "-c", _TAKE, str(path)]
         taken = subprocess.run(
             command, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False
@@ -152,8 +152,10 @@ def _lock(path: Path) -> Verdict:
     if taken.returncode == 1 and not taken.stderr:
         return ok("locks hold")
     if taken.returncode == 0:
-        return warning("a lock is granted twice: two starts at once could both run", remedy)
-    return warning(f"a lock cannot be asked for: {taken.stderr.strip()}", remedy)
+        found = "a lock is granted twice: two starts at once could both run"
+    else:
+        found = f"a lock cannot be asked for: {taken.stderr.strip()}"
+    return warning(f"{found}, and machines of --nodes MIN:MAX cannot meet", remedy)
 
 
 def _run_there(config: Config) -> Verdict:

@@ -413,10 +413,16 @@ def _run(
             signals_to_handle="SIGQUIT",  # the others are ours
         )
         try:
+            # The others would wait for a machine that joins before its server has imported.
+            ready = multiprocessing.get_context("forkserver").Process(target=len, args=("",))
+            ready.start()
+            ready.join()
             elastic_launch(config, rank)(folder.path / "groups", command)
         except SignalException:
-            if signals.leaves or not handler.joined:
-                return 0, "this machine has left the run; the others continue"
+            if signals.leaves:
+                return RESTARTABLE, "this machine has left the run; the same command joins it again"
+            if not handler.joined:
+                return 0, "stopped before this machine took part"
             handler.set_closed()
         except EndedError as ended:
             return ended.code, str(ended)

@@ -330,8 +330,7 @@ def _start_agent(
         if report.exists():
             return ended
     if ended.asked_to_stop:  # before the agent could know what it was asked
-        said = "this machine has left the run before it took part"
-        return child.Ended(0, said, asked_to_stop=True)
+        return child.Ended(0, "stopped before this machine took part", asked_to_stop=True)
     message = (
         "error: the launcher of this machine was killed\n"
         "    next:     the same command joins the run again"
@@ -366,13 +365,6 @@ def _file(
     if isinstance(machines, int) and machines != 1 and not least <= machines <= most:
         expected = f"a number from {least} to {most}, as --nodes says, or no such key"
         problems.append(Problem("num_machines", machines, expected))
-    elif isinstance(machines, int) and machines > 0 and file.processes != machines * processes:
-        expected = (
-            f"num_machines × --processes-per-node = {machines} × {processes} = "
-            f"{machines * processes}"
-        )
-        remedy = f"--processes-per-node {file.processes // machines or 1}"
-        problems.append(Problem("num_processes", file.processes, expected, remedy))
     raise_any(problems, str(path))
     return file
 

@@ -67,6 +67,11 @@ def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
     return None
 
 
+def is_of_machines(command: Sequence[str]) -> bool:
+    """Whether a command is one machine's part of a run on several that come and go."""
+    return any(word.partition("=")[0] == "--nodes" for word in command)
+
+
 def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
     """Return the run directory of a command, after checking that its config may use it.
 
@@ -223,7 +228,7 @@ def supervise(
     names another run directory, or if that is in use.
     """
     grace = os.environ.get(GRACE, "")  # before torch's launcher kills its ranks
-    of_machines = any(word.partition("=")[0] == "--nodes" for word in command)
+    of_machines = is_of_machines(command)
     first = Waits().first if not of_machines else _OF_MACHINES_SECONDS
     waits = waits or Waits(first, leave=30.0 + (float(grace) if grace.isdigit() else 30.0))
     run_dir = checked_run_dir(command, run_dir)

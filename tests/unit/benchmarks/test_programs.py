@@ -18,6 +18,7 @@ TEXTS = ["--data", "{data}", "--tokenizer", str(SAMPLE)]
 SMALLEST: dict[str, list[str]] = {
     "checkpoint": ["--only", "small", "memory"],
     "convergence": ["--data", "{data}"],
+    "deaths": [],
     "data": [*TEXTS, "--only", "order"],
     "defaults": TEXTS,
     "finetune": ["--only", "step", "shards", "checkpoint"],
@@ -33,7 +34,7 @@ SMALLEST: dict[str, list[str]] = {
     "speedrun": ["--data", "{data}"],
     "threads": [],
 }
-MINUTES = {"convergence", "defaults", "speedrun", "threads"}  # on a quiet machine: less
+MINUTES = {"convergence", "deaths", "defaults", "speedrun", "threads"}  # on a quiet machine: less
 
 
 def test_every_program_has_its_smallest_arguments_here():

@@ -468,3 +468,31 @@ def test_the_head_of_a_page_names_what_cuts_the_model(tmp_path):
     start = runs.start_line(0) | {"strategy": "fsdp2", "tensor_parallel": 2}
     page = write_report(runs.write_run(tmp_path, [start])).read_text(encoding="utf-8")
     assert "fsdp2 × tensor parallel 2 on 2 × cpu" in page
+
+
+def changed_machines():
+    """One process, then two from step 100 on; the last line before that is of step 170."""
+    lines, after = [], False
+    for line in runs.interrupted_history():
+        after = after or (line["kind"] == "start" and line["step"] == 100)
+        size = {"world_size": 2 if after else 1} if line["kind"] == "start" else {}
+        lines.append(line | size)
+    return lines
+
+
+def test_the_number_of_processes_is_drawn_over_the_time_if_it_changed(tmp_path):
+    tables = collect(runs.write_run(tmp_path / "run", changed_machines()))
+    (one,) = [figure for figure in figures(tables) if figure.name == "processes"]
+    assert one.across in ("second", "minute")
+    ((series),) = one.series
+    assert series.curve.mean == (1.0, 1.0, 2.0, 2.0)
+    assert list(series.curve.steps) == sorted(series.curve.steps)
+    page = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert re.search(r"<td>1 → 2</td><td>100</td><td>70</td>", page)
+
+
+def test_a_restart_on_as_many_processes_has_a_row_and_no_figure(tmp_path):
+    run_dir = runs.write_run(tmp_path / "run", runs.interrupted_history())
+    assert "processes" not in {figure.name for figure in figures(collect(run_dir))}
+    assert "1 restarts" not in (page := write_report(run_dir).read_text(encoding="utf-8"))
+    assert "1 restart</summary>" in page

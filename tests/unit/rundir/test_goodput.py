@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from llmtrain.rundir.goodput import goodput, stretches, totals
+from llmtrain.rundir.goodput import Restart, changes, goodput, stretches, totals
 
 NOW = 1_800_000_000.0
 
@@ -154,3 +154,25 @@ def test_a_finished_run_that_goes_on_was_down_until_then(tmp_path):
 def test_a_refused_start_takes_no_time_of_a_run_that_was_stopped():
     stopped = [start(0, 1000), train(10, 800, 100.0), end(10, 800, "stopped")]
     assert stretches([*stopped, event(10, 300, "start_refused")]) == stretches(stopped)
+
+
+def test_a_change_costs_the_steps_done_again_and_the_time_to_the_next_new_one():
+    lines = [
+        {"kind": "start", "time": 0.0, "step": 0, "world_size": 1},
+        {"kind": "train", "time": 10.0, "step": 1},
+        {"kind": "train", "time": 20.0, "step": 2},
+        {"kind": "train", "time": 30.0, "step": 3},
+        {"kind": "start", "time": 35.0, "step": 1, "world_size": 2},  # two steps are lost
+        {"kind": "train", "time": 36.0, "step": 2},
+        {"kind": "train", "time": 37.0, "step": 3},
+        {"kind": "train", "time": 38.0, "step": 4},
+        {"kind": "start", "time": 40.0, "step": 4, "world_size": 1},  # in order
+        {"kind": "train", "time": 43.0, "step": 5},
+        {"kind": "start", "time": 50.0, "step": 5, "world_size": 1},
+    ]
+    assert changes(lines) == [
+        Restart(35.0, 1, 1, 2, again=2, seconds=8.0),
+        Restart(40.0, 4, 2, 1, again=0, seconds=5.0),
+        Restart(50.0, 5, 1, 1, again=0, seconds=None),
+    ]
+    assert changes(lines[:4]) == []

@@ -3,17 +3,21 @@
 import errno
 import fcntl
 import json
+import os
 import re
+import subprocess
 
 import pytest
 import yaml
 from helpers.config import SMALLEST, written
+from helpers.ranks import ROOT
 
 from llmtrain.cli.main import main
 from llmtrain.errors import UserError
 from llmtrain.tools.launch import launch as module
 from llmtrain.tools.launch.child import Ended
 from llmtrain.tools.launch.launch import launch_on_machines, parse_nodes
+from llmtrain.tools.launch.supervise import is_of_machines
 
 EIGHT = SMALLEST.replace("{steps: 10}", "{steps: 10, global_batch_size: 8}")
 
@@ -85,22 +89,25 @@ def accelerate_file(folder, **values):
     return path
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_machines": 3, "num_processes": 3}, "num_machines = 3.*a number from 1 to 2"),
-        ({"num_machines": 2, "num_processes": 4}, "num_processes = 4.*2 × 1 = 2"),
-        ({"num_machines": 1, "num_processes": 2}, "num_processes = 2.*1 × 1 = 1"),
-    ],
-)
-def test_an_accelerate_file_for_other_machines_is_refused(tmp_path, started, values, message):
+def test_an_accelerate_file_for_another_number_of_machines_is_refused(tmp_path, started):
+    values = {"num_machines": 3, "num_processes": 3, "rdzv_backend": "c10d", "same_network": False}
     meeting = {"main_process_ip": "10.0.0.1", "main_process_port": 29500}
-    file = accelerate_file(tmp_path, rdzv_backend="c10d", same_network=False, **meeting, **values)
-    path = written(tmp_path, EIGHT)
-    with pytest.raises(UserError) as refused:
-        launch_on_machines(str(path), [], file, "1:2", 1)
-    assert re.search(message, str(refused.value), re.DOTALL), str(refused.value)
+    file = accelerate_file(tmp_path, **values, **meeting)
+    expected = r"num_machines = 3\n    expected: a number from 1 to 2, as --nodes says"
+    with pytest.raises(UserError, match=expected) as refused:
+        launch_on_machines(str(written(tmp_path, EIGHT)), [], file, "1:2", 1)
+    assert str(file) in str(refused.value)
     assert started == []
+
+
+def test_an_accelerate_file_becomes_the_environment_of_the_ranks(tmp_path, started):
+    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    file = accelerate_file(tmp_path, num_processes=8, distributed_type="FSDP", fsdp_config=fsdp)
+    launch_on_machines(str(written(tmp_path, EIGHT)), [], file, "1:2", 2)
+    ((command, env),) = started
+    assert env["ACCELERATE_USE_FSDP"] == "true"
+    assert env["FSDP_VERSION"] == "2"
+    assert command[5:7] == ["--config_file", str(file)]
 
 
 def test_a_directory_without_file_locks_is_refused(tmp_path, started, monkeypatch):
@@ -143,3 +150,40 @@ def test_the_address_is_that_of_the_device_for_gloo(tmp_path, started, monkeypat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     launch_on_machines(str(written(tmp_path)), [], None, "1:2", 1)
     assert settings(started)["address"] == "127.0.0.1"
+
+
+def test_the_manifest_for_kubernetes_starts_what_it_says():
+    """Its fields are those of JobSet v1alpha2 and of a Job; a cluster fills in `$(NAME)`."""
+    manifest = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "train.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert job.keys() == {"name", "replicas", "template"}
+    spec = job["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"]
+    assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore"]
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
+    (container,) = pod["containers"]
+    assert {one["name"] for one in container["volumeMounts"]} == {
+        one["name"] for one in pod["volumes"]
+    }
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    assert parse_nodes(env["PET_NNODES"]) == (1, spec["completions"])
+    assert env["PET_NPROC_PER_NODE"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    words = [re.sub(r"\$\((\w+)\)", lambda name: env[name[1]], word) for word in container["args"]]
+    supervise = ["llmtrain", "supervise", "--", "llmtrain", "train"]
+    assert container["command"][:5] == supervise
+    assert is_of_machines([*container["command"], *words])
+    assert words == ["run.dir=/shared/runs/mine", "--nodes=1:4", "--processes-per-node=8"]
+
+
+def test_a_node_of_slurm_that_may_fail_starts_its_part_of_the_run(tmp_path):
+    node = ROOT / "scripts" / "slurm" / "node.sh"
+    arguments = ["echo", "my.yaml", "10.0.0.1", "29500", "8", "logs", "2", "CONFIG", "a.b=1"]
+    env = {"PATH": os.environ["PATH"], "SLURM_JOB_NUM_NODES": "4"}
+    done = subprocess.run(["bash", node, *arguments], env=env, capture_output=True, text=True)
+    assert done.stdout == (
+        "-m llmtrain supervise -- echo -m llmtrain train CONFIG a.b=1 --nodes 2:4 "
+        "--processes-per-node 8 --accelerate my.yaml\n"
+    )
