@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,9 +42,9 @@ class Run:
     def run_dir(self) -> Path:
         return self.folder / "run"
 
-    def start(self, node: int) -> None:
+    def start(self, node: int, *overrides: str) -> None:
         """Give the command on a machine."""
-        words = ["train", str(self.folder / "config.yaml"), "--nodes", "1:2"]
+        words = ["train", str(self.folder / "config.yaml"), *overrides, "--nodes", "1:2"]
         words += ["--processes-per-node", "1", "--last-call", "1"]
         self.commands[node] = self.network.start(node, [*LLMTRAIN, *words], self.output(node), {})
 
@@ -164,3 +165,66 @@ def test_machines_join_leave_and_die_and_every_step_is_trained_as_in_a_straight_
     assert run.worlds() == [1, 2, 1, 2, 2, 1, 2, 1]
     assert not (run.run_dir / "rendezvous").exists()
     assert_straight(server, run)
+
+
+def interrupt(run):
+    run.signal(1, signal.SIGINT)  # Ctrl-C at the machine that has no rank 0
+
+
+def cancel(run):
+    """What `scancel` does: SIGTERM to every process of a job."""
+    for node in (0, 1):
+        command = psutil.Process(run.commands[node].pid)
+        for one in [command, *command.children(recursive=True)]:
+            one.terminate()
+
+
+def touch_stop(run):
+    (run.run_dir / "STOP").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "reason"), [(interrupt, "signal"), (cancel, "signal"), (touch_stop, "stop_file")]
+)
+def test_a_person_stops_all_machines_from_any_of_them(run, stop, reason):
+    run.start(0)
+    run.changes(2, lambda: run.start(1))
+    stop(run)
+    assert [run.commands[node].wait() for node in (0, 1)] == [0, 0], run.said()
+    found = status(run.run_dir)
+    assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", 0, reason)
+    assert found["checkpoint"] == f"step-{found['step']:08d}"
+    assert run.again() == 0
+    assert not (run.run_dir / "rendezvous").exists()
+
+
+@pytest.mark.slow
+def test_a_machine_that_waits_is_stopped_alone(run):
+    """The run has all the machines that it takes: a third one waits, and may give up."""
+    run.start(0)
+    run.changes(2, lambda: run.start(1))
+    both = dict(run.commands)
+    run.start(1)
+    time.sleep(20.0)
+    run.signal(1, signal.SIGINT)
+    assert run.commands[1].wait() == 0, run.said()
+    before = run.lines("train")[-1]["step"]
+    until(lambda: run.lines("train")[-1]["step"] > before + 5, "further steps")
+    assert [both[node].poll() for node in (0, 1)] == [None, None]
+    assert run.worlds()[-1] == 2
+    touch_stop(run)
+    assert [both[node].wait() for node in (0, 1)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_bad_row_ends_all_machines_with_2(run):
+    """Another group would only meet it again."""
+    rows = run.folder / "rows.jsonl"
+    rows.write_text('{"text": "the cat sat on the mat"}\n' * 400 + "no JSON\n")
+    words = [f'data.sources=[{{"path": "{rows}"}}]', "evaluation.max_documents=0"]
+    run.start(0, *words)
+    run.start(1, *words)
+    assert [run.commands[node].wait() for node in (0, 1)] == [2, 2], run.said()
+    assert "rows.jsonl" in run.said()
+    assert not (run.run_dir / "rendezvous").exists()
