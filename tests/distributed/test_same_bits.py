@@ -205,3 +205,31 @@ def test_bad_input_a_gradient_too_large_for_the_grid_ends_all_ranks_with_its_nam
     assert "optimizer.learning_rate" in said
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert status(tmp_path / "run")["exit_code"] == 1
+
+
+GROWS = [{"from_step": 1, "size": 12}, {"from_step": 4, "size": 24}]
+OTHERS = {
+    "muon": {"optimizer": {"name": "muon"}},
+    "a batch that grows": {"training": {"global_batch_size": GROWS}},
+    "recomputed": {"model": {"activation_checkpointing": "full"}},
+    "from logits": {"training": {"loss_kernel": "logits"}},
+    "documents hidden": {"data": {"packing": "bestfit"}},
+    "a document a row": {"data": {"packing": "single"}},
+    "LayerNorm": {"model": {"config": {"model_type": "gpt2", "n_embd": 32, "n_head": 2}}},
+    "frozen embeddings": {"model": {"freeze": ["*embed*"]}},
+    "two threads": {"training": {"threads": 2}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_kinds_of_runs_have_one_hash_too(server, sources, tmp_path, what):
+    found = set()
+    launches = [("ddp", 1), ("ddp", 3)] + [("fsdp2", 2)] * (what != "muon")
+    for launch in launches:
+        folder = tmp_path / "-".join(map(str, launch))
+        made = config(folder / "run", sources, "llama", 0.1)
+        for section, fields in OTHERS[what].items():
+            made[section] |= fields
+        found.add(sha(server, folder, made, *launch))
+    assert len(found) == 1
