@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.config.checks import check
 from llmtrain.config.schema import Config
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.errors import Problem, UserError, needed_on_disk, raise_any
 from llmtrain.hashing import mix
 from llmtrain.rundir import contents
 from llmtrain.tools.data.scratch import scratch_copy
@@ -77,9 +77,10 @@ def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
     out: the program, a new file
     steps: whose tokens are written; None = the first `STEPS`, or all of a shorter run
 
-    Raises UserError, before anything is written, for a config that the program does not cover.
+    Raises UserError, before anything is written, for a config that the program does not cover, and
+    RunError (74) if the disk refuses a file.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tokens = out.with_suffix(".safetensors")
     raise_any([*check(config), *uncovered(config), *place_problems(out, tokens)])
@@ -94,8 +95,9 @@ def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
             versions=" and ".join(f"{name} {version(name)}" for name in _USED),
         )
         program = compose(conditions(run), constants(run), header)
-    save_file(batches, tokens)
-    out.write_text(program, "utf-8")
+    for path, content in ((tokens, save(batches)), (out, program.encode())):
+        with needed_on_disk(path):
+            path.write_bytes(content)
     made = len(batches["ids"])
     return Ejected(out, tokens, made, program.count("\n"), tokens.stat().st_size)
 
@@ -104,8 +106,8 @@ def place_problems(out: Path, tokens: Path) -> Iterator[Problem]:
     """Yield why a program and its tokens cannot be written there."""
     if out.suffix != ".py":
         yield Problem("--out", str(out), "a file whose name ends with .py", "--out train_one.py")
-    elif not out.absolute().parent.is_dir():
-        yield Problem("--out", str(out), "a file in a directory that exists")
+    elif not out.absolute().parent.is_dir() or not os.access(out.absolute().parent, os.W_OK):
+        yield Problem("--out", str(out), "a file in a directory that exists and can be written")
     for path in (out, tokens):
         if path.exists() and out.suffix == ".py":
             expected = f"a name of its own: {path} exists, and nothing is replaced"
