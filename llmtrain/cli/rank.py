@@ -25,7 +25,7 @@ from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, column
 from llmtrain.text import count, duration, first_line, fit, fixed, harmless, percent, short
 from llmtrain.tools.launch.child import repeat_after_launcher, write_exit_report
-from llmtrain.training.stop import REGROUP
+from llmtrain.training.stop import is_awaited
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -201,7 +201,7 @@ def _leave(code: int, message: str) -> NoReturn:
         sys.stderr.flush()
     logging.shutdown()
     _unlink_semaphores()
-    if not code and REGROUP in os.environ:
+    if not code and is_awaited(os.environ):
         sys.exit(0)  # as a value: torch takes None for a failure
     os._exit(code)
 

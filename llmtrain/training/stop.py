@@ -44,6 +44,7 @@ LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchr
 # fewer machines: a signal means that then. It is set where the launcher can do so at all, and then
 # a stop that the launcher has caused ends with 75, so that it forms another group.
 REGROUP = "LLMTRAIN_REGROUP"
+CLOSING = "closing"  # beside it: this launcher ends, and waits for nothing but the end of its ranks
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too
 _GRACE_SECONDS = 30  # the default of torch 2.13
 _SAFE_SHARE = 0.7
@@ -274,6 +275,12 @@ def _write_stacks_to(descriptor: int) -> None:
 def stop_code(reason: str | None, environ: Mapping[str, str]) -> int:
     """Return the exit code of a stop. reason: one of `STOPS`"""
     return RESTARTABLE if reason == "launcher_lost" and REGROUP in environ else 0
+
+
+def is_awaited(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher waits until this rank returns, instead of until it ends."""
+    note = environ.get(REGROUP)
+    return note is not None and not Path(note).with_name(CLOSING).exists()
 
 
 def _has_launcher(environ: Mapping[str, str]) -> bool:

@@ -222,7 +222,7 @@ def test_a_bad_row_ends_all_machines_with_2(run):
     """Another group would only meet it again."""
     rows = run.folder / "rows.jsonl"
     rows.write_text('{"text": "the cat sat on the mat"}\n' * 400 + "no JSON\n")
-    words = [f'data.sources=[{{"path": "{rows}"}}]', "evaluation.max_documents=0"]
+    words = [f'data.sources=[{{"path": "{rows}"}}]']
     run.start(0, *words)
     run.start(1, *words)
     assert [run.commands[node].wait() for node in (0, 1)] == [2, 2], run.said()

@@ -75,7 +75,7 @@ from llmtrain.tools.launch.child import read_exit_report, wait_until
 from llmtrain.tools.launch.launch import AgentSettings
 from llmtrain.tools.launch.launcher import LauncherLog
 from llmtrain.tools.launch.supervise import RESTARTS
-from llmtrain.training.stop import LAUNCHED, REGROUP
+from llmtrain.training.stop import CLOSING, LAUNCHED, REGROUP
 from llmtrain.types import JsonMapping
 
 _BACKEND = "llmtrain"
@@ -125,6 +125,9 @@ class Folder:
             path = root / "agents"
             with suppress(FileNotFoundError):  # the last agent has just removed the folder
                 self._agents = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                if _is_alone(self._agents) and system.is_at(path, self._agents):
+                    for left in root.glob("[0-9]*"):  # by agents that were all killed
+                        shutil.rmtree(left)
                 fcntl.flock(self._agents, fcntl.LOCK_SH)
                 if system.is_at(path, self._agents):
                     break
@@ -136,10 +139,18 @@ class Folder:
 
     def leave(self) -> None:
         """Leave the folder, and remove it if no other agent is there."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self._agents, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self._root, ignore_errors=True)
+        if _is_alone(self._agents):
+            shutil.rmtree(self._root)
         os.close(self._agents)
+
+
+def _is_alone(descriptor: int) -> bool:
+    """Lock an open file for this process alone; return whether no other has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_closed(folder: Path) -> bool:
@@ -363,6 +374,7 @@ class AgentSignals:
         if number == signal.SIGUSR1 or os.getppid() != self._parent:
             self.leaves = True
             self._regroup.touch()
+        self._regroup.with_name(CLOSING).touch()
         kind = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM  # for the ranks
         raise SignalException(f"received {signal.Signals(number).name}", kind)
 

@@ -423,3 +423,11 @@ def test_a_stop_ends_with_75_only_where_the_launcher_starts_the_run_again(reason
     again = reason == "launcher_lost"
     assert stop_code(reason, {stop.REGROUP: "/tmp/x"}) == (75 if again else 0)
     assert stop_code(None, {stop.REGROUP: "/tmp/x"}) == 0
+
+
+def test_a_rank_is_awaited_unless_its_launcher_ends(tmp_path):
+    assert not stop.is_awaited({})
+    environ = {stop.REGROUP: str(tmp_path / "regroup")}
+    assert stop.is_awaited(environ)
+    (tmp_path / stop.CLOSING).touch()
+    assert not stop.is_awaited(environ)
