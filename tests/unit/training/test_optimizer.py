@@ -77,10 +77,10 @@ def test_each_trainable_parameter_is_in_one_group_once():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fused_is_an_argument_for_comparisons_of_bits(fused):
-    assert (
-        make_optimizer(tiny(tied=True), OptimizerConfig(), fused=fused).defaults["fused"] is fused
-    )
+def test_without_the_fused_kernel_each_element_is_updated_alike(fused):
+    made = make_optimizer(tiny(tied=True), OptimizerConfig(), fused=fused).defaults
+    assert bool(made["fused"]) is fused
+    assert bool(made["foreach"]) is not fused
 
 
 def test_without_groups_of_its_own_adamw_has_two_the_decayed_one_first():
