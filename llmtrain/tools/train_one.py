@@ -358,12 +358,16 @@ def add_adapters(model: PreTrainedModel) -> None:
 
 
 def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Return what updates the weights; norms, biases and embeddings are not decayed."""
+    """Return what updates the trained weights; norms, biases and embeddings are not decayed."""
+    #: if lora
+    drawn = {id(one.lora_A.weight) for one in model.modules() if isinstance(one, Adapted)}
+    #: else
+    embeddings = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    #: end
+    #: if groups
     names: dict[int, list[str]] = {}  # a tied weight has several
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
-    #: if not lora
-    embeddings = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     #: end
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by rate and decay
     #: if muon
@@ -374,7 +378,7 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
         if not weight.requires_grad:
             continue
         #: if lora
-        decays = "lora_A" in names[id(weight)][0]  # B begins at zero
+        decays = id(weight) in drawn  # B begins at zero: to decay it is to undo the adapter
         #: else
         decays = weight.ndim >= 2 and id(weight) not in embeddings
         #: end
