@@ -226,6 +226,26 @@ def test_a_directory_that_is_in_use_starts_nothing(run_dir):
     assert not (run_dir / "started").exists()
 
 
+@pytest.mark.parametrize("words", [["--nodes", "1:2"], ["--nodes=1:2"]])
+def test_a_machines_part_of_a_run_that_others_hold_is_restarted_by_its_own_code(run_dir, words):
+    """The status says that the run goes on, as it does on other machines."""
+    (run_dir / "status.json").write_text('{"state": "running", "step": 3}')
+    line = f"cd {run_dir}; echo >> starts; [ $(wc -l < starts) = 3 ] || exit 75"
+    said: list[str] = []
+    command = ["/bin/sh", "-c", line, "sh", *words]
+    with RunLock(run_dir, "other"):
+        ended = supervise(command, run_dir, said.append, NOW)
+    assert (ended.exit_code, ended.starts) == (0, 3)
+    assert said[1].startswith("start 1 ended with code 75: restart")
+    assert said[-1] == "start 3 ended with code 0: the end"
+
+
+def test_a_machines_part_that_is_killed_is_started_again_and_one_that_is_refused_is_not(run_dir):
+    line = f"cd {run_dir}; echo >> starts; [ $(wc -l < starts) = 2 ] && exit 2; kill -9 $$"
+    ended = supervise(["/bin/sh", "-c", line, "sh", "--nodes", "1:2"], run_dir, print, NOW)
+    assert (ended.exit_code, ended.starts) == (2, 2)
+
+
 def test_the_lock_is_left_as_it_is_for_the_run_to_judge(run_dir):
     said = {"host": "h", "boot_id": "b", "pid": 1, "started": "1", "run_id": "r", "beat": 1}
     body = json.dumps(said | {"host": socket.gethostname()})
