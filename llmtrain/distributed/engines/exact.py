@@ -50,7 +50,10 @@ _GRIDS_OF_SQUARES = (2.0**-18, 2.0**-40, 2.0**-62)
 _SMALL = 1 << 15  # elements; smaller gradients are joined, since a call costs more than their work
 _CHUNK = {"cpu": 1 << 15}  # elements that stay in a CPU's cache as fp64
 _WHOLE = 1 << 26  # elements; a GPU has no use for small pieces
-_RATE = "training diverges, or the loss is far from its usual size: lower optimizer.learning_rate"
+_REMEDY = (
+    "lower optimizer.learning_rate if training diverges, else training.same_bits=false in another "
+    "run.dir; the last checkpoint is as it was"
+)
 
 
 def to_grid(values: Tensor, grid: float) -> Tensor:
@@ -182,7 +185,7 @@ class ExactEngine(TorchEngine):
             f"the gradient of {name} is too large for training.same_bits: an element is {limit:g} "
             f"or more in one micro-batch (of the whole step it is {float(worst[number]):.3g})",
             1,
-            f"{_RATE}; the last checkpoint is as it was",
+            _REMEDY,
         )
 
     def clear(self) -> None:
