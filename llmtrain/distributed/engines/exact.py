@@ -45,7 +45,8 @@ _GRID = 2.0**-42
 _LARGEST = 2.0**9  # of one group's gradient
 _LARGEST_SUM = 2.0**10
 # A square is divided into multiples of these. The sums of the parts are exact while the whole is
-# below 2^35 and there are no more than 2^32 elements; a square below 2^-63 is dropped.
+# below this and there are no more than 2^32 elements; a square below 2^-63 is dropped.
+_LARGEST_SQUARES = 2.0**35
 _GRIDS_OF_SQUARES = (2.0**-18, 2.0**-40, 2.0**-62)
 _SMALL = 1 << 15  # elements; smaller gradients are joined, since a call costs more than their work
 _CHUNK = {"cpu": 1 << 15}  # elements that stay in a CPU's cache as fp64
@@ -166,7 +167,7 @@ class ExactEngine(TorchEngine):
         beyond = [_beyond(totals, limit) for totals in self._totals()]
         parts[3] = sum(beyond)
         sum_over_ranks(parts)
-        if parts[3]:
+        if parts[3] or _LARGEST_SQUARES <= parts[0] < math.inf:
             raise self._out_of_range(limit)
         return parts[:3].sum() if rank == 0 else parts.new_zeros(())
 
@@ -182,8 +183,9 @@ class ExactEngine(TorchEngine):
         number = int(worst.argmax())
         name = self._names[id(self._parameters[number])]
         return RunError(
-            f"the gradient of {name} is too large for training.same_bits: an element is {limit:g} "
-            f"or more in one micro-batch (of the whole step it is {float(worst[number]):.3g})",
+            f"the gradient of {name} is too large for training.same_bits: of the whole step its "
+            f"largest element is {float(worst[number]):.3g}; in one micro-batch elements are to be "
+            f"below {limit:.4g}, and the norm of all below {math.sqrt(_LARGEST_SQUARES):,.0f}",
             1,
             _REMEDY,
         )

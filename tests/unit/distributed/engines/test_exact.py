@@ -235,6 +235,14 @@ def test_no_sum_of_groups_within_the_range_leaves_it(launched, groups, limit):
         launched.engine.clear()
 
 
+def test_bad_input_squares_whose_sum_is_not_exact_end_the_run_too(launched, monkeypatch):
+    accumulated(launched, tiny(), 1 / 64)
+    largest = float(launched.engine.squares())
+    monkeypatch.setattr(exact, "_LARGEST_SQUARES", largest * (1 - 2**-10))
+    with pytest.raises(RunError, match="too large"):
+        launched.engine.squares()
+
+
 def in_one(model):
     return model, model, torch.optim.SGD(model.parameters())
 
