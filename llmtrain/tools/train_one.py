@@ -68,7 +68,9 @@ def main() -> None:
     model = build_model()
     optimizers = make_optimizers(model)
     done = read_checkpoint(asked.checkpoint, model, optimizers) if asked.checkpoint else 0
-    for step in range(done + 1, len(tokens["ids"]) + 1):
+    if done >= (last := len(tokens["ids"])):
+        raise SystemExit(f"{TOKENS.name} has the tokens of {last} steps, and {done} are made")
+    for step in range(done + 1, last + 1):
         batch = {name: every[step - 1].long() for name, every in tokens.items()}
         loss, norm = update(model, optimizers, batch, step)
         print(json.dumps({"step": step, "loss": loss, "grad_norm": norm}), flush=True)

@@ -113,6 +113,11 @@ def test_losses_are_those_of_the_run_to_the_bit_from_the_start_and_from_a_checkp
         opened = AutoModelForCausalLM.from_pretrained(tmp_path / "w")
         assert torch.equal(opened.lm_head.weight, load_whole(last).lm_head.weight)
 
+    words = ["call", "helpers.ejected", "start", program, tmp_path / "none.jsonl"]
+    assert server.run([*map(str, words), "--checkpoint", str(last)], 1, tmp_path) != [0]
+    said = (tmp_path / "output.txt").read_text()
+    assert f"train_one.safetensors has the tokens of {STEPS} steps, and {STEPS} are made" in said
+
 
 def load_whole(checkpoint):
     return AutoModelForCausalLM.from_pretrained(checkpoint)
