@@ -151,6 +151,7 @@ def run_and_kill(bench: Bench) -> list[Death]:
                 time.sleep(AWAY_SECONDS)
                 both.switch_on(node)
         time.sleep(max(0.0, begun + 60 * bench.sizes.minutes - time.monotonic()))
+        wait_for(lambda: not deaths or seconds_to_a_new_step(deaths[-1], run_dir) is not None)
         (run_dir / "STOP").touch()
         for command in both.commands.values():
             if command.wait() != 0:
@@ -158,13 +159,16 @@ def run_and_kill(bench: Bench) -> list[Death]:
     return deaths
 
 
-def seconds_to_a_new_step(death: Death, run_dir: Path) -> float:
+def seconds_to_a_new_step(death: Death, run_dir: Path) -> float | None:
     """Return how long after a death the first step came that no start before had made."""
-    again = next(one["time"] for one in steps(run_dir, "start") if one["time"] > death.time)
-    trained = steps(run_dir)
+    started, trained = steps(run_dir, "start"), steps(run_dir)
+    again = next((one["time"] for one in started if one["time"] > death.time), None)
+    if again is None:
+        return None
     farthest = max(one["step"] for one in trained if one["time"] < again)
-    new = next(one for one in trained if one["time"] > again and one["step"] > farthest)
-    return float(new["time"] - death.time)
+    after = (one["time"] for one in trained if one["time"] > again and one["step"] > farthest)
+    new = next(after, None)
+    return None if new is None else float(new - death.time)
 
 
 def p95(values: list[float]) -> float:
@@ -199,7 +203,8 @@ def deaths(bench: Bench) -> None:
     again = sum(one.again for one in changes(every))
     bench.say("goodput", share, "", goal, deaths=lost, again=again, minutes=bench.sizes.minutes)
     for kind, most in KINDS.items():
-        took = [seconds_to_a_new_step(one, run_dir) for one in found if one.kind == kind]
+        each = [seconds_to_a_new_step(one, run_dir) for one in found if one.kind == kind]
+        took = [one for one in each if one is not None]
         if took:
             name = f"death of a {kind} to the next new step, 95 %"
             bench.say(name, p95(took), "s", f"≤ {most}", seconds=[round(one, 2) for one in took])
