@@ -224,10 +224,15 @@ def build_model() -> PreTrainedModel:
     #: if new
     torch.manual_seed(SEED)  # the weights are drawn
     config = AutoConfig.for_model(**CONFIG)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     #: else
-    load = AutoModelForCausalLM.from_pretrained
-    model = load(WEIGHTS, revision=REVISION, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        WEIGHTS,
+        revision=REVISION,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
     #: end
     #: if grown
     grow(model)
