@@ -79,8 +79,8 @@ from llmtrain.training.stop import CLOSING, LAUNCHED, REGROUP
 from llmtrain.types import JsonMapping
 
 _BACKEND = "llmtrain"
-_KEEP_ALIVE_SECONDS = 2
-_KEEP_ALIVE_ATTEMPTS = 3
+_KEEP_ALIVE_SECONDS = 1
+_KEEP_ALIVE_ATTEMPTS = 4
 _STORE_SECONDS = 20.0  # for what a machine of a new group writes at once, unless it has died
 _EXIT_SECONDS = 5.0  # for the machines of a group that has ended to see each other's end
 _SETTLE_SECONDS = 30.0  # for rank 0 on another machine to record how the run has ended
