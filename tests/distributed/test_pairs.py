@@ -61,7 +61,7 @@ def test_several_processes_train_the_same_margins_as_one(
     same(launch(server, tmp_path / "several", world_size, strategy, **cuts), alone)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_processes_that_share_rows_train_the_same_margins_as_one(server, tmp_path, alone, strategy):
     """An answer's positions may be on both; some rows have none on one of them."""
     cases = [case for case in CASES if not case.startswith("gemma2")]  # its attention is its own

@@ -165,7 +165,7 @@ def test_a_pipeline_of_four_ties_its_ends(server, tmp_path, alone):
     "changes",
     [
         {"model__activation_checkpointing": "full"},
-        pytest.param({"model__activation_checkpointing": "selective"}, marks=pytest.mark.wide),
+        pytest.param({"model__activation_checkpointing": "selective"}, marks=pytest.mark.slow),
         pytest.param({"training__z_loss": 1e-3}, marks=pytest.mark.wide),
         pytest.param({"training__loss_kernel": "logits"}, marks=pytest.mark.wide),
         pytest.param({"optimizer__name": "muon"}, marks=pytest.mark.wide),

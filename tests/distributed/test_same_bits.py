@@ -5,6 +5,8 @@ The whole product, 50 steps each: `pytest tests/distributed/test_same_bits.py -m
 
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 from itertools import product
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from helpers import chats, corpus, preferred
 from helpers.bases import ENTRIES, SHAPE, save_base, save_tokenizer
-from helpers.ranks import until
+from helpers.ranks import ROOT, until
 from helpers.tiny import lines, status, tiny_config, write_config
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -233,3 +235,15 @@ def test_other_kinds_of_runs_have_one_hash_too(server, sources, tmp_path, what):
             made[section] |= fields
         found.add(sha(server, folder, made, *launch))
     assert len(found) == 1
+
+
+@pytest.mark.slow
+def test_a_rehearsal_shows_one_hash(tmp_path):
+    """The command of docs/guides/one-hash.md, with a smaller model."""
+    command = [sys.executable, "-m", "llmtrain", "checkpoints", "rehearse"]
+    command += [str(ROOT / "configs" / "quickstart.yaml"), "--same-bits", "1,2", "--json"]
+    command += ["training.same_bits=true", "model.config.num_hidden_layers=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["same"], list(found["hashes"])) == (True, ["1", "2"])

@@ -29,7 +29,7 @@ def alone(server, tmp_path_factory):
     [
         ("ddp", 2),
         ("fsdp2", 2),
-        pytest.param("ddp", 4, marks=pytest.mark.wide),
+        pytest.param("ddp", 4, marks=pytest.mark.slow),
         pytest.param("fsdp2", 4, marks=pytest.mark.slow),
     ],
 )

@@ -130,11 +130,8 @@ def by_hand(path, run_dir):
     return losses
 
 
-# Two of them in each full run of the tests, and all in the longer sweep.
-SOME = [
-    pytest.param(kind, marks=() if kind in ("gpt_oss", "falcon_h1") else pytest.mark.slow)
-    for kind in KINDS
-]
+# One of them in each full run of the tests, and all in the longer sweep.
+SOME = [pytest.param(kind, marks=() if kind == "falcon_h1" else pytest.mark.slow) for kind in KINDS]
 
 
 def run(server, path, processes, faults=""):

@@ -225,7 +225,7 @@ def test_a_launcher_is_told_where_all_meet_and_nothing_of_other_launchers(tmp_pa
     python.write_text('#!/usr/bin/env bash\necho "$*"\nenv\n')
     python.chmod(0o755)
     job = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NODEID": "0", "SLURMD_NODENAME": "node7"}
-    arguments = [str(python), "launch.yaml", "node7", "12345", "8", "logs", "run.yaml"]
+    arguments = [str(python), "launch.yaml", "node7", "12345", "8", "logs", "", "run.yaml"]
     started = subprocess.run(
         ["bash", str(SLURM / "node.sh"), *arguments],
         env={"PATH": os.environ["PATH"], **STALE, **job},

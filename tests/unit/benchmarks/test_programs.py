@@ -34,7 +34,8 @@ SMALLEST: dict[str, list[str]] = {
     "speedrun": ["--data", "{data}"],
     "threads": [],
 }
-MINUTES = {"convergence", "deaths", "defaults", "speedrun", "threads"}  # on a quiet machine: less
+# On a quiet machine: less.
+MINUTES = {"convergence", "deaths", "defaults", "finetune", "speedrun", "threads"}
 
 
 def test_every_program_has_its_smallest_arguments_here():
