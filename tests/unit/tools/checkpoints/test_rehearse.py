@@ -345,6 +345,7 @@ EXACT = [f"training.{one}" for one in ("same_bits=true", "precision=fp32", "micr
 
 
 def test_each_number_of_processes_is_told_with_its_hash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the run directory is relative
     other = tensors(SPEC, 1)
     other["a.bias"][2] += 1
     on_each_size(monkeypatch, {1: tensors(SPEC, 1), 2: tensors(SPEC, 1), 3: other})
