@@ -156,14 +156,10 @@ class RunLock:
 
     def _take(self, descriptor: int) -> bool:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
+            return try_lock(descriptor, fcntl.LOCK_EX)
+        except NoLocksError:
             _log.warning("this file system has no flock: the JSON of the lock alone decides")
-        return True
+            return True
 
     def _why_left(self, other: Holder) -> str | None:
         """Return why `other` counts as ended; None if it may be alive."""
@@ -235,6 +231,28 @@ class RunLock:
         os.fsync(self._descriptor)
 
 
+class NoLocksError(OSError):
+    """The file system has no file locks."""
+
+
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file unless a lock of another process hinders it; return whether it is locked.
+
+    kind: LOCK_SH or LOCK_EX of `fcntl`
+
+    Raises NoLocksError where there are no locks, any other OSError if the disk does not answer.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            raise NoLocksError(error.errno, error.strerror) from error
+        raise
+    return True
+
+
 def check_file_locks(run_dir: Path) -> None:
     """Raise UserError if the file system of a run directory has no file locks.
 
@@ -243,12 +261,8 @@ def check_file_locks(run_dir: Path) -> None:
     with writable(run_dir):
         descriptor = _open(run_dir / LOCK)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass  # a run holds it
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
+            try_lock(descriptor, fcntl.LOCK_SH)  # a lock that a run holds is one, too
+        except NoLocksError as error:
             expected = f"a directory with file locks, by which machines meet ({error.strerror})"
             remedy = "mount it with them (NFS: not nolock; Lustre: flock), or set another run.dir"
             raise UserError(Problem("run.dir", run_dir, expected, remedy)) from error
@@ -263,17 +277,12 @@ def is_held(run_dir: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
+        return not try_lock(descriptor, fcntl.LOCK_SH)
+    except NoLocksError:
         holder = read(run_dir / LOCK)
         return holder is not None and lives_here(holder)
     finally:
         os.close(descriptor)
-    return False
 
 
 def read(path: Path) -> Holder | None:

@@ -70,6 +70,7 @@ from llmtrain import system
 from llmtrain.distributed.launch.named import is_true
 from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
 from llmtrain.rundir import contents, failures
+from llmtrain.rundir.lock import try_lock
 from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.child import read_exit_report, wait_until
 from llmtrain.tools.launch.launch import AgentSettings
@@ -123,15 +124,18 @@ class Folder:
         while True:
             root.mkdir(parents=True, exist_ok=True)
             path = root / "agents"
-            with suppress(FileNotFoundError):  # the last agent has just removed the folder
+            try:
                 self._agents = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                if _is_alone(self._agents) and system.is_at(path, self._agents):
-                    for left in root.glob("[0-9]*"):  # by agents that were all killed
-                        shutil.rmtree(left)
-                fcntl.flock(self._agents, fcntl.LOCK_SH)
-                if system.is_at(path, self._agents):
-                    break
-                os.close(self._agents)
+            except FileNotFoundError:
+                continue  # the last agent has just removed the folder
+            alone = try_lock(self._agents, fcntl.LOCK_EX)
+            if alone and system.is_at(path, self._agents):
+                for left in root.glob("[0-9]*"):  # by agents that were all killed
+                    shutil.rmtree(left)
+            fcntl.flock(self._agents, fcntl.LOCK_SH)
+            if system.is_at(path, self._agents):
+                break
+            os.close(self._agents)
         numbers = [int(one.name) for one in root.iterdir() if one.name.isdecimal()]
         newest = max(numbers, default=1)
         self.path = root / str(newest + is_closed(root / str(newest)))
@@ -139,18 +143,9 @@ class Folder:
 
     def leave(self) -> None:
         """Leave the folder, and remove it if no other agent is there."""
-        if _is_alone(self._agents):
+        if try_lock(self._agents, fcntl.LOCK_EX):
             shutil.rmtree(self._root)
         os.close(self._agents)
-
-
-def _is_alone(descriptor: int) -> bool:
-    """Lock an open file for this process alone; return whether no other has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_closed(folder: Path) -> bool:
