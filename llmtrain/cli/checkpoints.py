@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import App, AsJson, ConfigFile, Overrides, ProgressLine, runs, show
-from llmtrain.errors import Problem, raise_any
+from llmtrain.cli.options import (
+    App,
+    AsJson,
+    ConfigFile,
+    Overrides,
+    ProgressLine,
+    refuse,
+    runs,
+    show,
+)
+from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless, size
 
 if TYPE_CHECKING:
@@ -142,15 +151,10 @@ def rehearse(
 
 def _sizes(asked: str, others: Mapping[str, object]) -> list[int]:
     """Return the numbers of `--same-bits`. others: options that say something else, by name"""
-    problems = [
-        Problem(name, value, "nothing beside --same-bits, in which nothing is killed")
-        for name, value in others.items()
-        if value is not None
-    ]
+    refuse(others, "nothing beside --same-bits, in which nothing is killed")
     parts = [part.strip() for part in asked.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        problems.append(Problem("--same-bits", asked, "numbers of processes, as 1,2,3"))
-    raise_any(problems)
+        raise UserError(Problem("--same-bits", asked, "numbers of processes, as 1,2,3"))
     return [int(part) for part in parts]
 
 

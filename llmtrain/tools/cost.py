@@ -162,10 +162,12 @@ def cost(config: Config, price: Price, hardware: Hardware, seconds: float | None
         needs = "training.steps, or a start, which counts the steps of training.epochs"
     evaluations, saves = due_after(config, done, last)
     minutes = config.checkpoint.every_minutes
-    interval = None if of_step is None else config.checkpoint.every_steps * of_step
-    if interval is not None and of_step is not None and minutes is not None:
-        interval = min(interval, 60 * minutes)
-        saves += int(left * of_step / (60 * minutes))
+    interval = None
+    if of_step is not None:
+        interval = config.checkpoint.every_steps * of_step
+        if minutes is not None:
+            interval = min(interval, 60 * minutes)
+            saves += int(left * of_step / (60 * minutes))
     return Cost(
         hourly=price.of(hardware),
         speed=speed,

@@ -262,7 +262,8 @@ def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: b
     If activations cannot be counted, the rest is computed, and `uncounted` is the reason.
     """
     precision, why = _precision(config, hardware)
-    raise_any(planning.cut_problems(config, model.config, hardware.cut))
+    of_bits = planning.exact_problems(config, model.shape, cpu=hardware.cpu)
+    raise_any([*planning.cut_problems(config, model.config, hardware.cut), *of_bits])
     work = planning.work(config, precision, cpu=hardware.cpu)
     allowed, uncounted = planning.strategies_for(config, {}), None
     try:

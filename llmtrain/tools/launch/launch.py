@@ -412,4 +412,8 @@ def _own_address(values: Mapping[str, object], env: Mapping[str, str]) -> str:
     except UserError:
         if values.get("main_process_ip"):
             raise
-        return "127.0.0.1"  # a machine without a network
+        sys.stderr.write(
+            "this machine has no way out of its network, so no other machine can reach it; "
+            "PET_LOCAL_ADDR names an address by which they can\n"
+        )
+        return "127.0.0.1"

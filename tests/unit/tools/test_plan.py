@@ -74,6 +74,16 @@ def test_a_batch_that_grows_is_planned_with_each_size(tmp_path):
     assert (shown["global_batch_size"], shown["batch_sizes"]) == (64, ((1, 64), (41, 96)))
 
 
+def test_what_a_start_would_refuse_of_same_bits_is_refused_by_a_plan(tmp_path):
+    exact = [
+        f"training.{one}" for one in ("same_bits=true", "precision=fp32", "micro_batch_size=8")
+    ]
+    with pytest.raises(UserError) as refused:
+        plan(small(tmp_path, *exact), devices=1, device_memory_gb=80)
+    assert keys(refused) == {"training.deterministic"}
+    assert plan(small(tmp_path, *exact), devices=1).chosen is not None  # a CPU needs no such key
+
+
 def test_a_micro_batch_is_planned_that_divides_every_size(tmp_path):
     found = plan(small(tmp_path, GROWS.replace("96", "72")), devices=1, device_memory_gb=80)
     assert 8 % found.chosen.layout.micro_batch_size == 0
