@@ -179,7 +179,8 @@ def p95(values: list[float]) -> float:
 def straight(bench: Bench, last: int) -> Path:
     """Train so many steps in one process that nobody interrupts; return its directory."""
     path = bench.folder / "straight"
-    words = [f"run.dir={path}", f"training.steps={last}", "evaluation.every_steps=1000000"]
+    words = [f"run.dir={path}", f"training.steps={last}"]
+    words += ["evaluation.every_steps=1000000", "checkpoint.every_steps=1000000"]
     command = [*LLMTRAIN, "train", str(bench.folder / "config.yaml"), *words]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with (bench.folder / "straight.txt").open("wb") as output:

@@ -30,12 +30,16 @@ def show(
     overrides: Sequence[str],
     accelerate: Path | None,
     skip: Sequence[str],
+    nodes: str | None,
+    processes_per_node: int | None,
     *,
     as_json: bool,
 ) -> int:
     """Run the checks, print each one as soon as it is finished, and return the exit code."""
     from llmtrain.tools.doctor.doctor import doctor
+    from llmtrain.tools.launch.launch import parse_nodes
 
+    asked = None if nodes is None else parse_nodes(nodes, processes_per_node)
     line = ProgressLine(wait=False)
 
     def tell(name: str) -> None:
@@ -43,7 +47,7 @@ def show(
             line.show(fit(f"looking at {name} …", WIDTH - 1))
 
     checks = {}
-    for name, check in doctor(config, overrides, accelerate, skip, told=tell):
+    for name, check in doctor(config, overrides, accelerate, skip, told=tell, nodes=asked):
         checks[name] = check
         line.clear()
         if not as_json:

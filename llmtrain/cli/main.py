@@ -129,12 +129,19 @@ def doctor(
     skip: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave a check out; repeatable.")
     ] = None,
+    nodes: options.Nodes = None,
+    processes_per_node: options.ProcessesPerNode = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Look at everything that a start and a run rely on; exit code 2 if anything is an error."""
     from llmtrain.cli.doctor import show
 
-    raise typer.Exit(show(config, overrides or [], accelerate, skip or [], as_json=as_json))
+    if nodes is None:
+        without = "no such option without --nodes MIN:MAX"
+        options.refuse({"--processes-per-node": processes_per_node}, without)
+    machines = (nodes, processes_per_node)
+    code = show(config, overrides or [], accelerate, skip or [], *machines, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel="Start", help="memory, strategy and speed before you pay for them")
@@ -144,7 +151,9 @@ def plan(
     devices: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices of a node; as there are here.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, metavar="M", help="Nodes; 1.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="M", help="Nodes, or MIN:MAX as for train; 1.")
+    ] = None,
     device_memory_gb: Annotated[
         float | None,
         typer.Option(metavar="G", help="GiB of a device that is not here, as it is sold."),
@@ -183,13 +192,8 @@ def train(
         int | None,
         typer.Option(min=1, metavar="N", help="Start accelerate launch with N processes."),
     ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(metavar="MIN:MAX", help="Machines that may come and go; give it on each."),
-    ] = None,
-    processes_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="P", help="Processes of each machine.")
-    ] = None,
+    nodes: options.Nodes = None,
+    processes_per_node: options.ProcessesPerNode = None,
     last_call: Annotated[
         int | None,
         typer.Option(min=1, metavar="SECONDS", help="How long MIN machines wait for more; 5."),

@@ -169,6 +169,15 @@ AccelerateFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+Nodes = Annotated[
+    str | None,
+    typer.Option(metavar="MIN:MAX", help="Machines that may come and go; give it on each."),
+]
+ProcessesPerNode = Annotated[
+    int | None, typer.Option(min=1, metavar="P", help="Processes of each machine.")
+]
+
+
 def refuse(given: Mapping[str, object], expected: str) -> None:
     """Raise UserError that lists the options that are given, each with what was expected."""
     raise_any([Problem(key, one, expected) for key, one in given.items() if one is not None])

@@ -34,7 +34,7 @@ _NAME = 16
 def show_plan(
     config: str,
     overrides: Sequence[str],
-    asked: tuple[int | None, int | None, *tuple[float | None, ...]],
+    asked: tuple[int | None, str | None, *tuple[float | None, ...]],
     write: Path | None,
     *,
     as_json: bool,
@@ -47,13 +47,15 @@ def show_plan(
     from llmtrain.config.load import load_config
     from llmtrain.training.start.claim import split_rule
 
-    devices, nodes = asked[:2]
-    rules = [split_rule(devices * (nodes or 1))] if devices else []
+    devices, text, *others = asked
+    nodes = int(text) if text and text.isdecimal() else text
+    known = None if isinstance(nodes, str) or devices is None else devices * (nodes or 1)
+    rules = [split_rule(known)] if known else []
     loaded = load_config(config, overrides, rules)
     with busy("importing torch and transformers"):
         from llmtrain.tools.plan import launch_file, plan
 
-        found = plan(loaded, *asked)
+        found = plan(loaded, devices, nodes, *others)
     show([json.dumps(found.to_json())] if as_json else plan_lines(found))
     if found.chosen is None:
         print(f"error: {found.choice.reason}", file=sys.stderr)
@@ -75,6 +77,8 @@ def plan_lines(found: Plan) -> Iterator[str]:
     each = f"{hardware.device_bytes / 2**30:.1f} GiB"
     named = f", {hardware.device}" if hardware.device else ""
     yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
+    for other in found.waiting:
+        yield from _label("", other)
     yield from _cut(found)
     blocks = f"{found.batch.of(1):,} blocks of {work.seq_len:,} tokens a step"
     blocks += found.batch.later(1)

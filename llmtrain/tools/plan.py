@@ -48,6 +48,7 @@ from llmtrain.model.count import CannotCountError
 from llmtrain.text import size
 from llmtrain.tools.cost import Cost, Price, cost
 from llmtrain.tools.launch.file import launch_values, write_launch_file
+from llmtrain.tools.launch.launch import node_counts, parse_nodes
 from llmtrain.training.start import planning
 from llmtrain.training.start.planning import PaperModel
 from llmtrain.types import JsonMapping, JsonObject, ModelShape, Saved
@@ -140,6 +141,7 @@ class Plan:
     cost: hours and price of the steps that are left; None if no price was given
     uncounted: why the parts named in `UNCOUNTED` are not known; they are 0 or too small then, so
         what is chosen may not fit
+    waiting: a sentence on each number of machines that does not divide the batch
     """
 
     choice: strategy.Choice
@@ -158,6 +160,7 @@ class Plan:
     reference: float | None = None
     uncounted: str | None = None
     cost: Cost | None = None
+    waiting: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> strategy.PlannedLayout | None:
@@ -201,6 +204,7 @@ class Plan:
             **({} if self.reference is None else {"reference_share": self.reference}),
             "tokens_per_second": chosen.tokens_per_second if chosen else None,
             **({} if self.cost is None else {"cost": self.cost.to_json()}),
+            **({"waiting": list(self.waiting)} if self.waiting else {}),
         }
 
     def _repr_html_(self) -> str:
@@ -210,7 +214,7 @@ class Plan:
 def plan(
     config: Config,
     devices: int | None = None,
-    nodes: int | None = None,
+    nodes: int | str | None = None,
     device_memory_gb: float | None = None,
     host_memory_gb: float | None = None,
     price: float | None = None,
@@ -219,7 +223,8 @@ def plan(
     """Compute what `config` needs on `nodes` machines with `devices` devices each.
 
     devices: for each node; None = as many as this machine has
-    nodes: None = 1
+    nodes: None = 1; a text is MIN:MAX, machines that come and go, and the plan is of the largest
+        number that divides the batch
     device_memory_gb: GiB of a device; None = that of this machine's devices
     host_memory_gb: GiB of a node's host; None = this machine's, or unknown if the memory of a
         device is given: then the plan only states what the host needs
@@ -228,12 +233,17 @@ def plan(
     Raises UserError for a config that cannot be planned. If the run fits nowhere, the Plan has
     `chosen` None.
     """
-    counts = {"devices": devices, "nodes": nodes}
+    fixed = None if isinstance(nodes, str) else nodes
+    counts = {"devices": devices, "nodes": fixed}
     sizes = {"device-memory-gb": device_memory_gb, "host-memory-gb": host_memory_gb}
     asked_price = Price(price, price_node)
     raise_any([*check(config), *_problems(counts, sizes), *asked_price.problems()])
 
-    hardware = _hardware(config, devices, nodes or 1, device_memory_gb)
+    hardware, waiting = _hardware(config, devices, fixed or 1, device_memory_gb), list[str]()
+    if isinstance(nodes, str):
+        asked_nodes = parse_nodes(nodes, hardware.devices_per_node)
+        numbers, waiting = node_counts(config.training, hardware.cut, asked_nodes)
+        hardware = replace(hardware, nodes=numbers[-1])
     if config.adapter.kind == "qlora" and hardware.cpu:
         raise_any(trainable.missing_for_four_bits(cpu=True))
     if host_memory_gb is not None:
@@ -249,6 +259,7 @@ def plan(
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     found = plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
+    found = replace(found, waiting=tuple(waiting))
     if price is None and price_node is None:
         return found
     return replace(found, cost=cost(config, asked_price, hardware, found.seconds))

@@ -24,6 +24,7 @@ def case(
     launch: dict | None = None,
     env: dict[str, str] | None = None,
     clock_was_set_by: float = 0.0,
+    come_and_go: bool = False,
 ) -> DoctorContext:
     """folder: with a config there, whose run would live in it too; None = no config."""
     config = None
@@ -35,7 +36,7 @@ def case(
         file = LaunchFile(Path("accelerate.yaml"), values.get("num_processes", 2), values)
     own = {**os.environ, **(env or {})}
     wall = time.time() - clock_was_set_by  # noqa: TID251  # a time stamp
-    return DoctorContext(config, file, own, wall, time.monotonic())
+    return DoctorContext(config, file, come_and_go, own, wall, time.monotonic())
 
 
 def says(looked: Verdict, state: str, *found: str, remedy: str = "") -> None:

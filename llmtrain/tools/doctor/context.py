@@ -33,13 +33,15 @@ class DoctorContext:
     """The run that is to be started, and the time at which the doctor began.
 
     config: the run's config; None = only the machine is checked
-    launch: a config file of accelerate, if one was named
+    launch: what starts the ranks: a config file of accelerate, or several machines
+    come_and_go: whether the machines are those of `--nodes MIN:MAX`
     wall: wall-clock time at the beginning, in seconds
     steady: monotonic time at the beginning, in seconds
     """
 
     config: Config | None
     launch: LaunchFile | None
+    come_and_go: bool
     env: Mapping[str, str]
     wall: float
     steady: float

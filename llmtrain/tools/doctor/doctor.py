@@ -58,6 +58,7 @@ from llmtrain.tools.doctor.context import (
     warning,
 )
 from llmtrain.tools.launch.file import read_launch_file
+from llmtrain.tools.launch.launch import Nodes
 from llmtrain.training.start import claim
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def directory(context: DoctorContext) -> Verdict:
             start = time.perf_counter()
             files.probe_directory(Path(folder))
             seconds = time.perf_counter() - start
-            held = _lock(Path(folder) / contents.LOCK)
+            held = _lock(Path(folder) / contents.LOCK, context)
     except OSError as failed:
         found = f"{place} cannot be written: {failed.strerror or failed}"
         return error(found, "change its permissions, make room, or set another run.dir")
@@ -134,17 +135,21 @@ def _kind(system: str, place: Path, context: DoctorContext) -> Verdict:
     return warning(f"{found}: whether {machines} machines share it is not known", remedy)
 
 
-def _lock(path: Path) -> Verdict:
+def _lock(path: Path, context: DoctorContext) -> Verdict:
     """Check that another process sees a lock of this one."""
     import fcntl
 
-    remedy = "run.dir=DIR on a file system with locks (NFS: mount without nolock)"
+    def without(found: str) -> Verdict:
+        remedy = "run.dir=DIR on a file system with locks (NFS: mount without nolock)"
+        if context.come_and_go:
+            return error(f"{found}: machines of --nodes cannot meet", remedy)
+        return warning(f"{found}: two starts at once could both run", remedy)
+
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as failed:
-            found = f"no locks ({failed.strerror}): two starts at once could both run"
-            return warning(f"{found}, and machines of --nodes MIN:MAX cannot meet", remedy)
+            return without(f"no locks ({failed.strerror})")
         command = [sys.executable, "-I", "-S", "-c", _TAKE, str(path)]
         taken = subprocess.run(
             command, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False
@@ -152,10 +157,8 @@ def _lock(path: Path) -> Verdict:
     if taken.returncode == 1 and not taken.stderr:
         return ok("locks hold")
     if taken.returncode == 0:
-        found = "a lock is granted twice: two starts at once could both run"
-    else:
-        found = f"a lock cannot be asked for: {taken.stderr.strip()}"
-    return warning(f"{found}, and machines of --nodes MIN:MAX cannot meet", remedy)
+        return without("a lock is granted twice")
+    return without(f"a lock cannot be asked for ({taken.stderr.strip()})")
 
 
 def _run_there(config: Config) -> Verdict:
@@ -531,6 +534,7 @@ def doctor(
     skip: Collection[str] = (),
     env: Mapping[str, str] | None = None,
     told: Callable[[str], None] = lambda name: None,
+    nodes: Nodes | None = None,
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield name and result of a check for everything that a start of this config relies on.
 
@@ -539,9 +543,10 @@ def doctor(
     skip: names of checks that are left out
     env: the environment to check, in place of this process's
     told: called with the name of each check before it runs, as some take a while
+    nodes: the machines, if they may come and go
 
-    Raises UserError at the call, for an unknown name in `skip` and for overrides without a config.
-    The iterator itself raises nothing.
+    Raises UserError at the call, for an unknown name in `skip`, and for overrides or `nodes`
+    without a config. The iterator itself raises nothing.
     """
     unknown = [name for name in skip if name not in NAMES]
     if unknown:
@@ -549,15 +554,19 @@ def doctor(
         raise UserError(*(Problem("--skip", name, expected) for name in unknown))
     if config_file is None and overrides:
         raise UserError(Problem("overrides", ", ".join(overrides), "a config that they change"))
+    if config_file is None and nodes is not None:
+        asked = f"{nodes.least}:{nodes.most}"
+        raise UserError(Problem("--nodes", asked, "a config whose batch they divide"))
     read = None if config_file is None else partial(load_config, config_file, overrides)
     env = dict(os.environ if env is None else env)
-    checks = _checks(read, accelerate_file, env, skip, told)
+    checks = _checks(read, accelerate_file, nodes, env, skip, told)
     return ((name, verdict) for name, verdict in checks if name not in skip)
 
 
 def _checks(
     read: Callable[[], Config] | None,
     accelerate_file: Path | None,
+    nodes: Nodes | None,
     env: Mapping[str, str],
     skip: Collection[str],
     told: Callable[[str], None],
@@ -569,13 +578,18 @@ def _checks(
         if isinstance(loaded, Config):
             config, loaded = loaded, ok(f"loads; the run lives in {loaded.run.dir}")
         yield CONFIG, loaded
-    if accelerate_file is not None:
+    if nodes is not None:
+        if config is not None:
+            of_nodes = run_check(lambda: machine.look_at_nodes(config, accelerate_file, nodes, env))
+            launch, verdict = (None, of_nodes) if isinstance(of_nodes, Verdict) else of_nodes
+            yield LAUNCH, verdict
+    elif accelerate_file is not None:
         read_file = partial(read_launch_file, accelerate_file, None)
         yield LAUNCH, run_check(lambda: machine.describe_launch(read_file(config)))
         file = run_check(read_file)  # without the config, which the file may contradict
         launch = None if isinstance(file, Verdict) else file
     wall, steady = time.time(), time.monotonic()  # noqa: TID251  # two clocks are compared
-    context = DoctorContext(config, launch, env, wall, steady)
+    context = DoctorContext(config, launch, nodes is not None, env, wall, steady)
     looks = OF_MACHINE | (OF_CONFIG if config else {}) | {ALL_REDUCE: machine.all_reduce}
     for name, look in looks.items():
         if name not in skip:

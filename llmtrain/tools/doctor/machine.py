@@ -26,7 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,16 +35,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain import system
+from llmtrain.config.schema import Config
 from llmtrain.distributed.launch.environment import (
     INSTALL_DEEPSPEED,
     awaited,
     check_environment,
     family,
+    launch_problems,
     launcher_problems,
     launcher_variables,
     world_size,
 )
 from llmtrain.distributed.launch.named import example, is_true
+from llmtrain.errors import raise_any
 from llmtrain.metrics.trackers import check_installed
 from llmtrain.text import size
 from llmtrain.tools.doctor.context import (
@@ -58,7 +61,7 @@ from llmtrain.tools.doctor.context import (
     warning,
 )
 from llmtrain.tools.launch.file import LaunchFile
-from llmtrain.tools.launch.launch import has_gpu
+from llmtrain.tools.launch.launch import Nodes, has_gpu, launch_of_nodes
 
 if TYPE_CHECKING:
     import torch
@@ -371,7 +374,8 @@ def default_file(context: DoctorContext) -> Verdict:
     if not path.is_file():
         return ok("no default config of accelerate")
     if context.launch is not None:
-        return ok(f"{path} is there; {context.launch.path} is named and takes its place")
+        named = context.launch.path or "--nodes"
+        return ok(f"{path} is there; {named} is named and takes its place")
     found = f"accelerate launch without --config_file takes {path}, which nobody named"
     return warning(found, f"name one: --config_file FILE, such as {example('ddp')}")
 
@@ -383,12 +387,32 @@ def describe_launch(file: LaunchFile) -> Verdict:
     return ok(f"{file.path}: {count} {machines}, {file.values.get('distributed_type', 'NO')}")
 
 
+def look_at_nodes(
+    config: Config, accelerate_file: Path | None, nodes: Nodes, env: Mapping[str, str]
+) -> tuple[LaunchFile, Verdict]:
+    """Return what starts on the most machines, and how many of them may train.
+
+    Raises UserError for what a start would refuse.
+    """
+    file, counts, others = launch_of_nodes(config, accelerate_file, nodes, env)
+    problems = launch_problems(file.environment, {}, config.distributed, config.training)
+    raise_any(problems, str(file.path or "--nodes"))
+    machines = f"{', '.join(map(str, counts))} machine{'s' * (counts[-1] > 1)}"
+    found = f"{machines} × {nodes.processes} process{'es' * (nodes.processes > 1)}"
+    if not others:
+        return file, ok(found)
+    remedy = "a training.global_batch_size that all numbers divide, unless some may wait"
+    return file, warning("; ".join([found, *others]), remedy)
+
+
 def rendezvous(context: DoctorContext) -> Verdict:
     """Check whether ranks can meet: on a free port here, and at the launch file's address."""
     with socket.create_server(("127.0.0.1", 0)) as server:  # bytes are sent by `all_reduce`
         port = server.getsockname()[1]
         socket.create_connection(("127.0.0.1", port), _REACH_SECONDS).close()
     free = ok(f"port {port} of 127.0.0.1 is free and answers")
+    if context.come_and_go:  # they meet in the run directory, see `directory`
+        return free
     return join([free, *_own_name(context), *_named_address(context)])
 
 

@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from llmtrain.config.checks import Rule, apply
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config, DistributedConfig
+from llmtrain.config.schema import Config, DistributedConfig, TrainingConfig
 from llmtrain.config.yaml12 import write
 from llmtrain.distributed.launch.environment import (
     INSTALL_DEEPSPEED,
@@ -48,6 +48,7 @@ from llmtrain.tools.launch import child
 from llmtrain.tools.launch.file import LaunchFile, launch_values, parse_launch_file
 from llmtrain.training.start.claim import rules_of_a_launch
 from llmtrain.training.stop import LAUNCHED
+from llmtrain.types import ModelCut
 
 
 def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
@@ -273,8 +274,7 @@ def launch_on_machines(
 ) -> child.Ended:
     """Take part in a run on several machines, until it has ended or this machine has left it.
 
-    nodes: as on the command line, MIN:MAX or a number
-    processes: on each machine
+    nodes, processes: as on the command line, see `parse_nodes`
     last_call, max_restarts: as in `AgentSettings`; None = the default
 
     Raises UserError before anything is started.
@@ -282,16 +282,11 @@ def launch_on_machines(
     env = dict(os.environ)
     _refuse_launcher(env, "leave --nodes out")
     raise_any(launcher_problems(env), "the launch")
-    least, most = parse_nodes(nodes)
-    if processes is None:
-        expected = "a whole number ≥ 1: the processes of each machine"
-        raise UserError(Problem("--processes-per-node", None, expected), where="the launch")
+    asked = parse_nodes(nodes, processes)
     config = load_config(config_file, overrides)
-    file = _file(accelerate_file, processes, (least, most), env)
-    counts = _counts(config, file, (least, most), processes)
-    # With the most machines that may train, what the file says must fit the config.
-    largest = {**file.values, "num_machines": counts[-1]}
-    file = replace(file, processes=counts[-1] * processes, values=largest)
+    file, counts, others = launch_of_nodes(config, accelerate_file, asked, env)
+    for other in others:
+        sys.stderr.write(f"{other}\n")
     try:
         load_config(config_file, overrides, _rules(config_file, file, env))
     except UserError as error:
@@ -300,7 +295,7 @@ def launch_on_machines(
     check_file_locks(config.run_dir)
     settings = AgentSettings(
         counts,
-        processes,
+        asked.processes,
         MAX_RESTARTS if max_restarts is None else max_restarts,
         last_call or LAST_CALL_SECONDS,
         _own_address(file.values, env),
@@ -338,8 +333,19 @@ def _start_agent(
     return child.Ended(RESTARTABLE, message, began=ended.began)
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of machines. text: MIN:MAX, or one number for both.
+class Nodes(NamedTuple):
+    """The least and the largest number of machines, and the processes of each."""
+
+    least: int
+    most: int
+    processes: int
+
+
+def parse_nodes(text: str, processes: int | None) -> Nodes:
+    """Read the options of machines that come and go.
+
+    text: MIN:MAX, or one number for both
+    processes: of each machine; None = not given
 
     Raises UserError.
     """
@@ -347,47 +353,67 @@ def parse_nodes(text: str) -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         expected = "MIN:MAX, two whole numbers with 1 ≤ MIN ≤ MAX"
-        raise UserError(
-            Problem("--nodes", text, expected, "such as --nodes 1:4"), where="the launch"
-        )
-    return least, most
+        problem = Problem("--nodes", text, expected, "such as --nodes 1:4")
+        raise UserError(problem, where="the launch")
+    if processes is None:
+        expected = "a whole number ≥ 1: the processes of each machine"
+        raise UserError(Problem("--processes-per-node", None, expected), where="the launch")
+    return Nodes(least, most, processes)
 
 
-def _file(
-    path: Path | None, processes: int, nodes: tuple[int, int], env: Mapping[str, str]
-) -> LaunchFile:
+def launch_of_nodes(
+    config: Config, accelerate_file: Path | None, nodes: Nodes, env: Mapping[str, str]
+) -> tuple[LaunchFile, list[int], list[str]]:
+    """Return what starts on the most machines that may train, and what `node_counts` returns.
+
+    Raises UserError.
+    """
+    file = _file(accelerate_file, nodes, env)
+    cut = model_cut(file.environment, config.distributed)
+    counts, others = node_counts(config.training, cut, nodes)
+    # With the most machines that may train, what the file says must fit the config.
+    largest = {**file.values, "num_machines": counts[-1]}
+    file = replace(file, processes=counts[-1] * nodes.processes, values=largest)
+    return file, counts, others
+
+
+def _file(path: Path | None, nodes: Nodes, env: Mapping[str, str]) -> LaunchFile:
     """Return what accelerate's file says, or what fits this machine if there is no file."""
-    least, most = nodes
     if path is None:
-        return _of_this_machine(processes, env)
+        return _of_this_machine(nodes.processes, env)
     file, problems = parse_launch_file(path, None)
     machines = file.values.get("num_machines", 1)
-    if isinstance(machines, int) and machines != 1 and not least <= machines <= most:
-        expected = f"a number from {least} to {most}, as --nodes says, or no such key"
+    if isinstance(machines, int) and machines != 1 and not nodes.least <= machines <= nodes.most:
+        expected = f"a number from {nodes.least} to {nodes.most}, as --nodes says, or no such key"
         problems.append(Problem("num_machines", machines, expected))
     raise_any(problems, str(path))
     return file
 
 
-def _counts(config: Config, file: LaunchFile, nodes: tuple[int, int], processes: int) -> list[int]:
-    """Return the numbers of machines that may train; name the others on stderr."""
-    cut = model_cut(file.environment, config.distributed)
-    least, most = nodes
+def node_counts(
+    training: TrainingConfig, cut: ModelCut, nodes: Nodes
+) -> tuple[list[int], list[str]]:
+    """Return the numbers of machines that divide the batch, and a sentence on each other number.
+
+    Raises UserError if no number does.
+    """
+    least, most, processes = nodes
     every = range(least, most + 1)
     wrong = {
         count: problems
         for count in every
-        if (problems := list(split_problems(config.training, count * processes, cut)))
+        if (problems := list(split_problems(training, count * processes, cut)))
     }
     counts = [count for count in every if count not in wrong]
     if not counts:
         raise UserError(*wrong[most], where=f"--nodes {least}:{most} × {processes} processes")
+    others = []
     for count in wrong:
         fewer = max((one for one in counts if one < count), default=None)
         then = f"{fewer} of them train" if fewer else "all wait for more"
         names = f"{count} machines ({count * processes} processes)"
-        sys.stderr.write(f"the batch cannot be divided among {names}: {then}\n")
-    return counts
+        others.append(f"the batch cannot be divided among {names}: {then}")
+    return counts, others
 
 
 def _own_address(values: Mapping[str, object], env: Mapping[str, str]) -> str:

@@ -162,6 +162,19 @@ def test_nodes_multiply_devices(tmp_path):
     assert "hsdp" in {row["name"] for row in shown["strategies"]}
 
 
+def test_machines_that_come_and_go_are_planned_for_the_most_that_divide_the_batch(tmp_path):
+    config = small(tmp_path)  # of 8 blocks
+    found = plan(config, devices=2, nodes="1:3", device_memory_gb=80)
+    assert found.to_json()["nodes"] == 2
+    assert [line for line in plan_lines(found) if "3 machines (6 processes)" in line]
+    assert "2 of them train" in found.to_json()["waiting"][0]
+    assert plan(config, devices=2, nodes="1:2", device_memory_gb=80).waiting == ()
+    with pytest.raises(UserError, match="--nodes 3:3 × 2 processes"):
+        plan(config, devices=2, nodes="3:3", device_memory_gb=80)
+    with pytest.raises(UserError, match="1 ≤ MIN ≤ MAX"):
+        plan(config, devices=2, nodes="2:1", device_memory_gb=80)
+
+
 def test_a_large_model_is_sharded_or_offloaded_or_refused(tmp_path):
     config = large(tmp_path)
     assert plan(config, devices=8, device_memory_gb=80).chosen.layout.strategy == "fsdp2"

@@ -25,10 +25,12 @@ from llmtrain.text import size
 from llmtrain.tools.doctor import doctor as module
 from llmtrain.tools.doctor.context import run_check
 from llmtrain.tools.doctor.doctor import NAMES, doctor
+from llmtrain.tools.launch.launch import parse_nodes
 from llmtrain.tools.plan import plan as make_plan
 from llmtrain.training.start import planning
 
 ROOT = Path(__file__).parents[4]
+EIGHT = SMALLEST.replace("{steps: 10}", "{steps: 10, global_batch_size: 8}")
 # What takes seconds is tried in files of its own.
 SLOW = ("all-reduce", "devices", "compiler")
 
@@ -83,6 +85,29 @@ def test_a_file_that_contradicts_the_config_is_an_error(tmp_path):
     assert looked(accelerate_file=file)["launch"].state == "ok"
     checks = looked(str(written(tmp_path)), ["training.global_batch_size=8"], file)
     says(checks["launch"], "error", "global_batch_size")
+
+
+def test_machines_that_come_and_go_are_checked_against_the_batch(tmp_path):
+    skip = [
+        name for name in NAMES if name not in ("launch", "rendezvous", "directory", "accelerate")
+    ]
+
+    def checked(nodes, text=EIGHT, accelerate=None):
+        path, overrides = written(tmp_path, text), [f"run.dir={tmp_path / 'run'}"]
+        asked = None if nodes is None else parse_nodes(nodes, 2)
+        return looked(str(path), overrides, accelerate, skip=skip, nodes=asked)
+
+    checks = checked("1:2")
+    says(checks["launch"], "ok", "1, 2 machines × 2 processes")
+    assert checks["rendezvous"].state == "ok"
+    says(checked("1:3")["launch"], "warning", "among 3 machines (6 processes): 2 of them train")
+    refused = checked("5:7")
+    says(refused["launch"], "error", "training.global_batch_size = 8")
+    assert "directory" in refused
+    file = launch_file(tmp_path, "distributed_type: MULTI_GPU\nnum_machines: 4\nnum_processes: 4\n")
+    says(checked("1:2", accelerate=file)["launch"], "error", "num_machines = 4")
+    with pytest.raises(UserError, match="a config whose batch they divide"):
+        doctor(nodes=parse_nodes("1:2", 2))
 
 
 def test_the_launch_files_of_the_repository_are_good():
@@ -584,7 +609,7 @@ def case_at(run_dir):
             "training": {"steps": 1},
         }
     )
-    return module.DoctorContext(made, None, {}, 0.0, 0.0)
+    return module.DoctorContext(made, None, False, {}, 0.0, 0.0)
 
 
 def test_a_lock_that_another_process_takes_too_is_a_warning(tmp_path, monkeypatch):
@@ -593,6 +618,7 @@ def test_a_lock_that_another_process_takes_too_is_a_warning(tmp_path, monkeypatc
     looked = module.directory(case(tmp_path))
     assert looked.state in ("warning", "error")
     assert "granted twice" in looked.found
+    says(module.directory(case(tmp_path, come_and_go=True)), "error", "granted twice")
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
@@ -605,6 +631,8 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     looked = module.directory(case(tmp_path))
     assert "no locks (Operation not supported)" in looked.found
     assert "nolock" in looked.remedy
+    come_and_go = module.directory(case(tmp_path, come_and_go=True))
+    says(come_and_go, "error", "machines of --nodes cannot meet", remedy="nolock")
 
 
 def test_a_run_that_lives_there_is_named(tmp_path):

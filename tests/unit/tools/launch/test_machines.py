@@ -44,13 +44,13 @@ def settings(started):
 
 @pytest.mark.parametrize(("text", "expected"), [("1:2", (1, 2)), ("3", (3, 3)), ("2:16", (2, 16))])
 def test_nodes_are_two_numbers_or_one_for_both(text, expected):
-    assert parse_nodes(text) == expected
+    assert parse_nodes(text, 2) == (*expected, 2)
 
 
 @pytest.mark.parametrize("text", ["0:2", "4:2", "", "x", "1:", ":2", "1:2:3", "-1:2", "1.5:2", "0"])
 def test_other_nodes_are_refused(text):
     with pytest.raises(UserError, match="two whole numbers with 1 ≤ MIN ≤ MAX"):
-        parse_nodes(text)
+        parse_nodes(text, 2)
 
 
 def test_the_agent_is_told_what_all_machines_agree_on(tmp_path, started):
@@ -169,7 +169,7 @@ def test_the_manifest_for_kubernetes_starts_what_it_says():
         one["name"] for one in pod["volumes"]
     }
     env = {one["name"]: one.get("value") for one in container["env"]}
-    assert parse_nodes(env["PET_NNODES"]) == (1, spec["completions"])
+    assert parse_nodes(env["PET_NNODES"], 8) == (1, spec["completions"], 8)
     assert env["PET_NPROC_PER_NODE"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
     words = [re.sub(r"\$\((\w+)\)", lambda name: env[name[1]], word) for word in container["args"]]
     supervise = ["llmtrain", "supervise", "--", "llmtrain", "train"]
