@@ -22,6 +22,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import secrets
 import signal
 import stat
@@ -32,7 +33,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Thread
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, NamedTuple, TypeVar
 
 # ENOTDIR: the directory is a file now. ESTALE: another client of NFS removed the file.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -286,6 +287,31 @@ def set_variables_of_torch(env: MutableMapping[str, str]) -> None:
     # older name of the variable still counts, but not beside the new one.
     if "PYTORCH_CUDA_ALLOC_CONF" not in env:
         env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class Mount(NamedTuple):
+    """The file system of a directory: its type ("" if that is not known), and its options."""
+
+    kind: str = ""
+    options: frozenset[str] = frozenset()
+
+
+def mounted(path: Path) -> Mount:
+    """Return the file system that a directory is on; an empty Mount if this is not Linux."""
+    if not _MOUNTS.is_file():
+        return Mount()
+    place = path.resolve()
+    mounts: dict[Path, Mount] = {}
+    for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        # proc(5) writes a space as \040. A later mount hides earlier ones.
+        mount = re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), before.split()[4])
+        kind, *_, options = after.split()
+        mounts[Path(mount)] = Mount(kind, frozenset(options.split(",")))
+    return next((mounts[one] for one in (place, *place.parents) if one in mounts), Mount())
 
 
 def stop_signals() -> list[signal.Signals]:

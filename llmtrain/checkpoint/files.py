@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import shutil
 import threading
 import time
@@ -129,7 +128,6 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 _PROBE = ".probe"  # one name is enough while the run's lock is held; a kill leaves one directory
-_MOUNTS = Path("/proc/self/mountinfo")
 # Here a client sees what another one wrote only after a close and a new open, if at all. Lustre,
 # GPFS and CephFS are coherent and so are not in this list.
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"})
@@ -160,23 +158,9 @@ def probe_directory(root: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def filesystem_kind(path: Path) -> str:
-    """Return the type of the file system of a directory; "" if it is not known (not Linux)."""
-    if not _MOUNTS.is_file():
-        return ""
-    place = path.resolve()
-    kinds: dict[Path, str] = {}
-    for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
-        before, _, after = line.partition(" - ")
-        # proc(5) writes a space as \040. A later mount hides earlier ones.
-        mount = re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), before.split()[4])
-        kinds[Path(mount)] = after.split()[0]
-    return next((kinds[one] for one in (place, *place.parents) if one in kinds), "")
-
-
 def is_network(path: Path) -> bool:
     """Whether a directory is on NFS or a similar network file system."""
-    return filesystem_kind(path) in _NETWORK
+    return system.mounted(path).kind in _NETWORK
 
 
 def choose_writers(writers: str, nodes: int, network: bool, *, whole: bool) -> str:

@@ -31,13 +31,16 @@ from pathlib import Path
 from typing import Self
 
 from llmtrain import faults, system
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir.contents import LOCK
 from llmtrain.system import is_alive, start_time
 
 BEAT_SECONDS = 5.0
 WATCHED_BEATS = 3
-_HAND_OVER_LOOKS, _HAND_OVER_SECONDS = 300, 0.2
+# Longer than a server of NFS keeps the locks of a client that has died: 90 s by default on Linux.
+_HAND_OVER_LOOKS, _HAND_OVER_SECONDS = 750, 0.2
+# Options of NFS and Lustre with which a lock is not seen by other machines.
+_LOCKS_HERE = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 _FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.ENODEV)
 _log = logging.getLogger(__name__)
@@ -84,7 +87,8 @@ class RunLock:
         """handed_over: whether a launcher passes the run from machine to machine.
 
         It has found that file locks work, so a free one proves that its holder has ended, wherever
-        that was; and a holder that still saves is waited for, up to a minute.
+        that was. A holder that still saves is waited for, and one whose machine has died until the
+        file server notices: entering raises RunError (75) if that takes more than 150 s.
         """
         self.takeover: str | None = None
         self.lost: str | None = None
@@ -114,6 +118,8 @@ class RunLock:
             writable(self._path.parent),
             system.close_on_error(_open(self._path)) as self._descriptor,
         ):
+            if self._handed_over:
+                self._wait_for_holder()
             self.takeover = self._judge(self._descriptor)
             self._write()
             faults.hit("lock.taken", path=self._path)
@@ -137,11 +143,6 @@ class RunLock:
         None: the file names none. Raises UserError if that process may be alive.
         """
         free = self._take(descriptor)
-        for _ in range(_HAND_OVER_LOOKS if self._handed_over else 0):
-            if free:
-                break
-            self._wait(_HAND_OVER_SECONDS)
-            free = self._take(descriptor)
         other = read(self._path)
         if free and other is None:
             return None
@@ -153,6 +154,16 @@ class RunLock:
             expected = f"a run directory that no other process uses; this one is {_describe(other)}"
             raise UserError(Problem("run.dir", self._path.parent, expected, remedy))
         return reason
+
+    def _wait_for_holder(self) -> None:
+        for _ in range(_HAND_OVER_LOOKS):
+            if self._take(self._descriptor):
+                return
+            self._wait(_HAND_OVER_SECONDS)
+        seconds = _HAND_OVER_LOOKS * _HAND_OVER_SECONDS
+        message = f"{self._path} is still locked after {seconds:.0f} s: it is "
+        remedy = "the launcher tries again; if it gives up, end that process, or wait"
+        raise RunError(message + _describe(read(self._path)), RESTARTABLE, remedy)
 
     def _take(self, descriptor: int) -> bool:
         try:
@@ -253,21 +264,29 @@ def try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
+def only_here(place: Path) -> str:
+    """Return the options of a mount by which locks hold on this machine alone, "" if none."""
+    return ", ".join(sorted(_LOCKS_HERE & system.mounted(place).options))
+
+
 def check_file_locks(run_dir: Path) -> None:
-    """Raise UserError if the file system of a run directory has no file locks.
+    """Raise UserError if the file system of a run directory has no locks for several machines.
 
     Machines that come and go find each other by them. Makes the directory.
     """
+    remedy = "mount it with them (NFS: not nolock; Lustre: flock), or set another run.dir"
     with writable(run_dir):
         descriptor = _open(run_dir / LOCK)
         try:
             try_lock(descriptor, fcntl.LOCK_SH)  # a lock that a run holds is one, too
         except NoLocksError as error:
             expected = f"a directory with file locks, by which machines meet ({error.strerror})"
-            remedy = "mount it with them (NFS: not nolock; Lustre: flock), or set another run.dir"
             raise UserError(Problem("run.dir", run_dir, expected, remedy)) from error
         finally:
             os.close(descriptor)
+    if option := only_here(run_dir):
+        expected = f"file locks that other machines see, by which they meet (mounted with {option})"
+        raise UserError(Problem("run.dir", run_dir, expected, remedy))
 
 
 def is_held(run_dir: Path) -> bool:

@@ -9,6 +9,7 @@ is theirs. What an evaluation, a save and a start take is known from such a run 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,14 +161,17 @@ def cost(config: Config, price: Price, hardware: Hardware, seconds: float | None
         needs = f"{LEAST_STEPS} steps of this config on these devices, in its run directory"
     if steps is None:
         needs = "training.steps, or a start, which counts the steps of training.epochs"
-    evaluations, saves = due_after(config, done, last)
+    evaluations, saved = due_after(config, done, last)
+    saves = len(saved)
     minutes = config.checkpoint.every_minutes
     interval = None
     if of_step is not None:
         interval = config.checkpoint.every_steps * of_step
         if minutes is not None:
             interval = min(interval, 60 * minutes)
-            saves += int(left * of_step / (60 * minutes))
+            # Each save begins the minutes anew.
+            gaps = (after - before for before, after in pairwise([done, *saved]))
+            saves += sum(max(0, math.ceil(gap * of_step / (60 * minutes)) - 1) for gap in gaps)
     return Cost(
         hourly=price.of(hardware),
         speed=speed,
@@ -190,8 +194,8 @@ def _all(count: int, seconds: float | None) -> float | None:
     return 0.0 if not count else None if seconds is None else count * seconds
 
 
-def due_after(config: Config, done: int, steps: int) -> tuple[int, int]:
-    """Return how many evaluations and saves come after `done` steps.
+def due_after(config: Config, done: int, steps: int) -> tuple[int, list[int]]:
+    """Return how many evaluations come after `done` steps, and the steps that are saved.
 
     Each evaluation may be the best so far, and then it is saved.
     """
@@ -205,7 +209,7 @@ def due_after(config: Config, done: int, steps: int) -> tuple[int, int]:
     saves = {*range((done // every + 1) * every, steps + 1, every), *ends}
     if config.checkpoint.keep_best:
         saves |= evaluations - {0}
-    return len(evaluations), len(saves)
+    return len(evaluations), sorted(saves)
 
 
 def record_of(config: Config) -> Sequence[JsonMapping]:

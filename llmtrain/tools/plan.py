@@ -239,15 +239,14 @@ def plan(
     asked_price = Price(price, price_node)
     raise_any([*check(config), *_problems(counts, sizes), *asked_price.problems()])
 
-    hardware, waiting = _hardware(config, devices, fixed or 1, device_memory_gb), list[str]()
+    hardware = _hardware(config, devices, fixed or 1, device_memory_gb, host_memory_gb)
+    waiting = list[str]()
     if isinstance(nodes, str):
         asked_nodes = parse_nodes(nodes, hardware.devices_per_node)
         numbers, waiting = node_counts(config.training, hardware.cut, asked_nodes)
         hardware = replace(hardware, nodes=numbers[-1])
     if config.adapter.kind == "qlora" and hardware.cpu:
         raise_any(trainable.missing_for_four_bits(cpu=True))
-    if host_memory_gb is not None:
-        hardware = replace(hardware, host_bytes=int(host_memory_gb * 2**30))
     cut, asked = hardware.cut, config.distributed.strategy
     problems = [
         *strategy_problems(asked, hardware.devices, cut),
@@ -259,10 +258,9 @@ def plan(
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None
     found = plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
-    found = replace(found, waiting=tuple(waiting))
-    if price is None and price_node is None:
-        return found
-    return replace(found, cost=cost(config, asked_price, hardware, found.seconds))
+    if price is not None or price_node is not None:
+        found = replace(found, cost=cost(config, asked_price, hardware, found.seconds))
+    return replace(found, waiting=tuple(waiting))
 
 
 def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
@@ -381,16 +379,24 @@ def _problems(
             yield Problem(f"--{name}", asked, "a number of GiB above 0")
 
 
-def _hardware(config: Config, devices: int | None, nodes: int, gib_each: float | None) -> Hardware:
-    """Return this machine's hardware, or that of devices with the memory that was asked for."""
+def _hardware(
+    config: Config,
+    devices: int | None,
+    nodes: int,
+    gib_each: float | None,
+    host_gib: float | None,
+) -> Hardware:
+    """Return this machine's hardware, or what was asked for in its place."""
     import torch
 
+    host = None if host_gib is None else int(host_gib * 2**30)
     local = devices or (1 if on_cpu() else torch.cuda.device_count())
     if gib_each is not None:
         named, cut = device_by_memory(gib_each), model_cut({}, config.distributed)
-        return Hardware(int(gib_each * 2**30), None, local, nodes, named, cut=cut)
+        return Hardware(int(gib_each * 2**30), host, local, nodes, named, cut=cut)
     sizes = {"WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)}
-    return replace(planning.this_machine(config, sizes), nodes=nodes)
+    here = planning.this_machine(config, sizes)
+    return replace(here, nodes=nodes, host_bytes=here.host_bytes if host is None else host)
 
 
 def _precision(config: Config, hardware: Hardware) -> tuple[str, str]:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import CheckpointConfig
 
 LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchrun sets its run id
+RESTARTS = "LLMTRAIN_RESTARTS"  # how often `llmtrain supervise` has started the command before
+# When the launcher of this machine began, where it forms several groups: by `time.monotonic`.
+STARTED = "LLMTRAIN_STARTED"
 # Names a file that exists when the launcher is about to form its group of ranks again, with more or
 # fewer machines: a signal means that then. It is set where the launcher can do so at all, and then
 # a stop that the launcher has caused ends with 75, so that it forms another group.
@@ -58,12 +61,12 @@ _LOOK, _LEAVE = 0, 255  # no signal has such a number
 class Signals:
     """Whether this process was asked to stop, and by what.
 
-    started: what `time.monotonic` returned when this object was made, before torch is imported
+    started: what `time.monotonic` returned when this process or its launcher began, see `STARTED`
     before_exit: called with an exit code and a reason before the process ends at once
     """
 
     def __init__(self) -> None:
-        self.started = time.monotonic()
+        self.started = float(os.environ.get(STARTED) or time.monotonic())
         self._parent: int | None = None
         self._signal: str | None = None
         self._signalled = 0.0
@@ -81,7 +84,8 @@ class Signals:
         """Why to stop: `launcher_lost`, the name of a signal, or None.
 
         `launcher_lost` takes precedence over the signal that the death of a launcher causes. It is
-        also the reason if the launcher forms its group again.
+        also the reason if the launcher forms its group again: for other machines, which it notes,
+        or since a rank has died.
         """
         if self._lost or self._parent not in (None, os.getppid()):
             self._lost = True
@@ -91,8 +95,11 @@ class Signals:
         fresh = time.monotonic() - self._signalled < _DYING_SECONDS
         if self._parent is not None and self._signal == "SIGTERM" and fresh:
             return None
-        regroups = self._signal is not None and Path(os.environ.get(REGROUP, "")).is_file()
-        return "launcher_lost" if regroups else self._signal
+        note = os.environ.get(REGROUP)
+        if self._signal is None or note is None:
+            return self._signal
+        closes = Path(note).with_name(CLOSING).is_file()
+        return self._signal if closes and not Path(note).is_file() else "launcher_lost"
 
     def install(self) -> None:
         """Catch the signals that ask for a stop; do nothing outside the main thread.

@@ -42,11 +42,14 @@ class Run:
     def run_dir(self) -> Path:
         return self.folder / "run"
 
-    def start(self, node: int, *overrides: str) -> None:
+    def start(
+        self, node: int, *overrides: str, processes: int = 1, supervised: bool = False
+    ) -> None:
         """Give the command on a machine."""
-        words = ["train", str(self.folder / "config.yaml"), *overrides, "--nodes", "1:2"]
-        words += ["--processes-per-node", "1", "--last-call", "1"]
-        self.commands[node] = self.network.start(node, [*LLMTRAIN, *words], self.output(node), {})
+        words = [*LLMTRAIN, "train", str(self.folder / "config.yaml"), *overrides]
+        words += ["--nodes", "1:2", "--processes-per-node", str(processes), "--last-call", "1"]
+        command = [*LLMTRAIN, "supervise", "--", *words] if supervised else words
+        self.commands[node] = self.network.start(node, command, self.output(node), {})
 
     def output(self, node: int) -> Path:
         return self.folder / f"node-{node}.txt"
@@ -88,12 +91,11 @@ class Run:
         (found,) = [one for one in family if "llmtrain.tools.launch.elastic" in one.cmdline()]
         return found
 
-    def rank(self, node: int) -> psutil.Process:
+    def ranks(self, node: int) -> list[psutil.Process]:
         (server,) = [
             one for one in self.agent(node).children() if "forkserver" in str(one.cmdline())
         ]
-        (rank,) = server.children()
-        return rank
+        return sorted(server.children(), key=lambda one: one.pid)
 
     def signal(self, node: int, number: signal.Signals) -> None:
         """Signal the command of a node."""
@@ -149,7 +151,7 @@ def test_machines_join_leave_and_die_and_every_step_is_trained_as_in_a_straight_
     run.changes(1, lambda: run.signal(1, signal.SIGUSR1))  # leaves
     assert run.commands[1].wait() == 75
     run.changes(2, lambda: run.start(1))
-    run.changes(2, lambda: run.rank(1).kill())
+    run.changes(2, lambda: run.ranks(1)[0].kill())
     run.changes(1, lambda: run.network.power_off(0))  # the first machine, with rank 0
     run.changes(2, lambda: run.start(0))
     orderly = run.again()
@@ -197,6 +199,33 @@ def test_a_person_stops_all_machines_from_any_of_them(run, stop, reason):
     assert found["checkpoint"] == f"step-{found['step']:08d}"
     assert run.again() == 0
     assert not (run.run_dir / "rendezvous").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_stops_no_neighbour_on_its_machine(run):
+    """torch signals the neighbour as a person would; also before the two have met."""
+    run.start(0, processes=2)
+    run.trains_on(2, 0)
+    first = run.ranks(0)
+
+    def kill_twice():
+        first[1].kill()
+        until(lambda: len(run.ranks(0)) == 2 and run.ranks(0)[1] not in first, "another group")
+        run.ranks(0)[1].kill()
+
+    run.changes(2, kill_twice)
+    touch_stop(run)
+    assert run.commands[0].wait() == 0, run.said()
+
+
+@pytest.mark.slow
+def test_a_machine_whose_supervisor_is_killed_leaves_the_run_to_the_others(run):
+    run.start(0)
+    run.changes(2, lambda: run.start(1, supervised=True))
+    run.changes(1, lambda: run.commands[1].kill())
+    assert run.again() == 0
+    touch_stop(run)
+    assert run.commands[0].wait() == 0, run.said()
 
 
 @pytest.mark.slow

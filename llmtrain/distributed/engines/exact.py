@@ -167,7 +167,9 @@ class ExactEngine(TorchEngine):
         beyond = [_beyond(totals, limit) for totals in self._totals()]
         parts[3] = sum(beyond)
         sum_over_ranks(parts)
-        if parts[3] or _LARGEST_SQUARES <= parts[0] < math.inf:
+        # Where anything is not finite, the step is skipped as in any run, whatever else is there:
+        # a tensor that holds such a number hides its other ones, on more or fewer processes.
+        if parts[0] < math.inf and (parts[3] or parts[0] >= _LARGEST_SQUARES):
             raise self._out_of_range(limit)
         return parts[:3].sum() if rank == 0 else parts.new_zeros(())
 
@@ -199,10 +201,7 @@ class ExactEngine(TorchEngine):
 
 
 def _beyond(totals: Totals, limit: float) -> bool:
-    """Whether a finite number that was added is not below the limit. Waits for the device.
-
-    What is not finite makes the norm so, and the step is skipped as in any run.
-    """
+    """Whether a finite number that was added is not below the limit. Waits for the device."""
     if not totals.bounds:
         return False
     bounds = torch.stack(totals.bounds).abs()

@@ -25,6 +25,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from llmtrain import system
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import files
 from llmtrain.config.binding import data_settings
@@ -97,7 +98,7 @@ def directory(context: DoctorContext) -> Verdict:
     place = _existing(context.run.run_dir)
     if not place.is_dir():
         return error(f"{place} is a file, not a directory", "run.dir=DIR, elsewhere")
-    system = files.filesystem_kind(place)
+    kind = system.mounted(place).kind
     try:
         with tempfile.TemporaryDirectory(prefix=".llmtrain-doctor-", dir=place) as folder:
             start = time.perf_counter()
@@ -109,7 +110,7 @@ def directory(context: DoctorContext) -> Verdict:
         return error(found, "change its permissions, make room, or set another run.dir")
     written = ok(f"a durable write and rename take {seconds * 1000:.1f} ms")
     there = run_check(lambda: _run_there(context.run))
-    return join([_kind(system, place, context), written, held, there])
+    return join([_kind(kind, place, context), written, held, there])
 
 
 def _existing(path: Path) -> Path:
@@ -117,20 +118,20 @@ def _existing(path: Path) -> Path:
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
-def _kind(system: str, place: Path, context: DoctorContext) -> Verdict:
+def _kind(kind: str, place: Path, context: DoctorContext) -> Verdict:
     """Check whether the directory stays, and whether all machines share it.
 
     Rank 0 writes what the others read.
     """
-    forgets, machines = _FORGETFUL.get(system), context.machines
-    found = f"{place} on {system or 'a file system of unknown type'}"
+    forgets, machines = _FORGETFUL.get(kind), context.machines
+    found = f"{place} on {kind or 'a file system of unknown type'}"
     found += f" ({forgets})" if forgets else ""
     if machines == 1:
         return warning(found, "run.dir=DIR on a disk that stays") if forgets else ok(found)
-    if _SHARED.fullmatch(system):
+    if _SHARED.fullmatch(kind):
         return ok(f"{found}, which {machines} machines can share")
     remedy = f"run.dir=DIR on a file system that all {machines} machines mount (NFS, Lustre …)"
-    if forgets or system in _LOCAL:
+    if forgets or kind in _LOCAL:
         return error(f"{found}: this machine's own, not shared by {machines}", remedy)
     return warning(f"{found}: whether {machines} machines share it is not known", remedy)
 
@@ -155,6 +156,8 @@ def _lock(path: Path, context: DoctorContext) -> Verdict:
             command, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False
         )
     if taken.returncode == 1 and not taken.stderr:
+        if context.machines > 1 and (option := lock.only_here(path.parent)):
+            return without(f"locks hold on this machine alone (mounted with {option})")
         return ok("locks hold")
     if taken.returncode == 0:
         return without("a lock is granted twice")

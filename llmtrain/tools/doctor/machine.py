@@ -188,7 +188,9 @@ def _by_kind(found: Sequence[Gpu], context: DoctorContext) -> Iterator[Verdict]:
     here, count = context.here, len(found)
     if context.launch and here > count:  # each process of the launch file needs a GPU of its own
         more = f"{here} processes on this machine (num_processes {context.processes}), {count} GPUs"
-        yield error(more, f"num_processes: {count * context.machines}, or use_cpu: true")
+        fewer = f"num_processes: {count * context.machines}"
+        fewer = f"--processes-per-node {count}" if context.come_and_go else fewer
+        yield error(more, f"{fewer}, or use_cpu: true")
 
 
 def _speeds(device: torch.device) -> str:

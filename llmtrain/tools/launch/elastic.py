@@ -11,6 +11,7 @@ machine decides who takes part; this module gives it a place, and does what it l
     a group is formed again     its ranks are told before they are signalled, and end with 75
     a person stops this agent   the rendezvous is closed, and with it the run ends everywhere
     SIGUSR1, no parent          this machine leaves, and the others continue
+    a rank has died             torch signals the others without a note, and they end with 75, too
     a number of machines that does not divide the batch    some of them wait
 
 Ranks are forked from a server that has imported what a rank imports (Python's `forkserver`). So a
@@ -34,13 +35,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 from threading import Thread
 from types import FrameType
+from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # not in __all__
     DistStoreError,
@@ -52,6 +54,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
@@ -75,13 +78,14 @@ from llmtrain.rundir.status import read_status
 from llmtrain.tools.launch.child import read_exit_report, wait_until
 from llmtrain.tools.launch.launch import AgentSettings
 from llmtrain.tools.launch.launcher import LauncherLog
-from llmtrain.tools.launch.supervise import RESTARTS
-from llmtrain.training.stop import CLOSING, LAUNCHED, REGROUP
+from llmtrain.training.stop import CLOSING, LAUNCHED, REGROUP, RESTARTS, STARTED
 from llmtrain.types import JsonMapping
 
+T = TypeVar("T")
 _BACKEND = "llmtrain"
 _KEEP_ALIVE_SECONDS = 1
 _KEEP_ALIVE_ATTEMPTS = 4
+_ANSWER_SECONDS = 10.0  # for a disk to answer again
 _STORE_SECONDS = 20.0  # for what a machine of a new group writes at once, unless it has died
 _EXIT_SECONDS = 5.0  # for the machines of a group that has ended to see each other's end
 _SETTLE_SECONDS = 30.0  # for rank 0 on another machine to record how the run has ended
@@ -144,7 +148,8 @@ class Folder:
     def leave(self) -> None:
         """Leave the folder, and remove it if no other agent is there."""
         if try_lock(self._agents, fcntl.LOCK_EX):
-            shutil.rmtree(self._root)
+            # NFS keeps a name of the file that is still open; the next launch clears it away.
+            shutil.rmtree(self._root, ignore_errors=True)
         os.close(self._agents)
 
 
@@ -166,29 +171,47 @@ class _SharedFile(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """See base class."""
+        return _patiently(self._read)
+
+    def _read(self) -> tuple[bytes, Token] | None:
         try:
             state = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise RendezvousConnectionError(f"{self._path} could not be read") from error
         return state, state
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
         """See base class."""
-        try:
+
+        def replace() -> tuple[bytes, Token, bool] | None:
             with locked(self._path.with_name("lock")):
-                now = self.get_state()
+                now = self._read()
                 if now is None and token is not None:
                     return None
                 if now is not None and now[1] != token:
                     return *now, False
                 system.write_durably(self._path, state, sync=False)
+            return state, state, True
+
+        return _patiently(replace)
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Do what needs the shared folder, again and again for a while if the disk does not answer.
+
+    On NFS, for instance, a file that another machine replaces may be stale for a moment. Raises
+    RendezvousConnectionError.
+    """
+    end = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            return work()
         except OSError as error:
-            raise RendezvousConnectionError(f"{self._path} could not be written") from error
-        return state, state, True
+            if time.monotonic() >= end:
+                raise RendezvousConnectionError(str(error)) from error
+        time.sleep(_ANSWER_SECONDS / 50)
 
 
 @contextmanager
@@ -267,15 +290,24 @@ class Machines(RendezvousHandler):
         self._torchs.set_closed()
 
     def shutdown(self) -> bool:
-        """Stop taking part. A machine that has only waited does not end the run of the others."""
-        if self.joined:
+        """Stop taking part, and end the run of the others if it is over.
+
+        It is not over for a machine that has only waited, or that met an error of its own.
+        """
+        met = sys.exception()  # torch calls this while it raises what its agent has met
+        over = met is None or isinstance(met, (EndedError, RendezvousClosedError, ChildFailedError))
+        if self.joined and over:
             (self._folder / "closed").touch()
             return self._torchs.shutdown()
         return True
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait. If any does, the agent signals its ranks next."""
-        waiting = self._torchs.num_nodes_waiting()
+        try:
+            waiting = self._torchs.num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            _say(f"warning: machines that wait cannot be seen now: {error}")
+            return 0  # the ranks go on as long as they can
         if waiting:
             self._regroup.touch()
         return waiting
@@ -315,7 +347,7 @@ class Machines(RendezvousHandler):
                 f"this machine waits: with {info.world_size} machines × {self._settings.processes} "
                 f"processes the batch cannot be divided, so {used} of them train"
             )
-            while not self._torchs.num_nodes_waiting():
+            while not self.num_nodes_waiting():
                 if self._torchs.is_closed():
                     raise RendezvousClosedError
                 time.sleep(1.0)
@@ -328,7 +360,7 @@ class Machines(RendezvousHandler):
         """Raise EndedError if the ranks have ended in a way that another group would repeat.
 
         Counts failures in a row. A change of machines is none, and neither is a group that has made
-        a step.
+        a step. How the run ends is written for the other machines, too.
         """
         if not self._groups:
             return
@@ -337,15 +369,18 @@ class Machines(RendezvousHandler):
         code, message = said or (RESTARTABLE, "")
         if mark is not None and mark.is_cause and code in (0, RESTARTABLE):
             code, message = mark.code, f"error: {mark}"
-        if code in (UserError.exit_code, DISK_FAILED):
-            raise EndedError(code, message)
-        stopped = (now.get("state"), now.get("exit_code")) == ("stopped", RESTARTABLE)
-        progress = now.get("step") != self._before.get("step")
-        self._failed = 0 if stopped or progress else self._failed + 1
-        if self._failed > self._settings.max_restarts:
+        final = code in (UserError.exit_code, DISK_FAILED)
+        if not final:
+            progress = now.get("step") != self._before.get("step")
+            self._failed = 0 if progress or self._regroup.exists() else self._failed + 1
+            if self._failed <= self._settings.max_restarts:
+                return
             why = f"{self._settings.max_restarts} restarts without a step"
-            text = f"error: {why}; the last: {message or now.get('reason') or 'no message'}"
-            raise EndedError(code or RESTARTABLE, text)
+            message = f"error: {why}; the last: {message or now.get('reason') or 'no message'}"
+            code = code or RESTARTABLE
+        said_to_all = json.dumps([code, message]).encode()
+        system.write_durably(self._folder / "closed", said_to_all, sync=False)
+        raise EndedError(code, message)
 
 
 class AgentSignals:
@@ -376,6 +411,7 @@ class AgentSignals:
 
 def main() -> None:
     """Run the agent of this machine, and write how the run has ended for it."""
+    os.environ[STARTED] = str(time.monotonic())
     run_dir, text, *command = sys.argv[1:]
     settings = AgentSettings(**json.loads(text))
     command = command[2:]  # without --config_file FILE, which ranks look for in their ancestors
@@ -435,7 +471,10 @@ def _run(
             return ended.code, str(ended)
         except (RendezvousClosedError, ChildFailedError):
             pass  # what the run says of its end counts
-        return _outcome(run_dir, report)
+        except (RendezvousError, OSError) as error:
+            next_step = "    next:     the same command joins the run again"
+            return RESTARTABLE, f"error: this machine cannot take part: {error}\n{next_step}"
+        return _outcome(run_dir, report, folder.path)
     finally:
         folder.leave()
 
@@ -449,7 +488,9 @@ def rank(groups: Path, words: Sequence[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # the server ignores them
     Thread(target=_follow_agent, args=(os.getppid(),), daemon=True).start()
-    os.environ[RESTARTS] = str(int(groups.read_text()) - 1)
+    # The first machine writes the number before the others' ranks need it; only rank 0 does.
+    earlier = int(groups.read_text()) - 1 if groups.exists() else 0
+    os.environ[RESTARTS] = str(int(os.environ.get(RESTARTS, "0")) + earlier)
     sys.argv = ["llmtrain", "train", *words]
     runpy.run_module("llmtrain", run_name="__main__")
 
@@ -476,10 +517,13 @@ def _agree(folder: Path, settings: AgentSettings) -> None:
         raise UserError(Problem("--nodes", str(settings), expected, remedy), where="the launch")
 
 
-def _outcome(run_dir: Path, report: Path) -> tuple[int, str]:
-    """Return how the run has ended: as rank 0 says, here or in `status.json`."""
+def _outcome(run_dir: Path, report: Path, folder: Path) -> tuple[int, str]:
+    """Return how the run has ended: as rank 0 says, here or in `status.json`, or who ended it."""
     if (said := read_exit_report(report)) and said[0] != RESTARTABLE:
         return said
+    closed = folder / "closed"
+    if closed.exists() and closed.stat().st_size and (ended := read_exit_report(closed)):
+        return ended  # another machine gave up
     wait_until(lambda: read_status(run_dir).get("state") != "running", _SETTLE_SECONDS)
     status = read_status(run_dir)
     state, reason = status.get("state"), status.get("reason")

@@ -260,7 +260,8 @@ class AgentSettings:
     address: str
 
     def __str__(self) -> str:
-        return f"{self.counts[0]}:{self.counts[-1]} machines × {self.processes} processes"
+        machines = f"{', '.join(map(str, self.counts))} machines × {self.processes} processes"
+        return f"{machines}, --last-call {self.last_call}, --max-restarts {self.max_restarts}"
 
 
 def launch_on_machines(

@@ -22,7 +22,7 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -42,7 +42,7 @@ from llmtrain.tools.launch.child import (
     run_child,
     wait_until,
 )
-from llmtrain.training.stop import GRACE
+from llmtrain.training.stop import GRACE, RESTARTS
 
 if TYPE_CHECKING:
     import psutil
@@ -68,8 +68,12 @@ def config_in(command: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def is_of_machines(command: Sequence[str]) -> bool:
-    """Whether a command is one machine's part of a run on several that come and go."""
-    return any(word.partition("=")[0] == "--nodes" for word in command)
+    """Whether a command is one machine's part of a run on several that come and go.
+
+    A launcher of a batch system may have an option `--nodes` too.
+    """
+    options = {word.partition("=")[0] for word in command}
+    return options >= {"--nodes", "--processes-per-node"}
 
 
 def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
@@ -141,7 +145,6 @@ def _is_config(path: Path) -> bool:
     return len(set(_SECTION.findall(text)) & set(Config.model_fields)) >= 2
 
 
-RESTARTS = "LLMTRAIN_RESTARTS"  # tells the command how often it was started before
 MOST_STARTS = 3  # without a new checkpoint
 MOST_DEFECTS = 1  # restarts after code 1, without a new checkpoint
 _FINAL = {
@@ -286,10 +289,20 @@ def _start(
     command: Sequence[str], run_dir: Path, forward: Forward, leave: float, say: Say, restarts: int
 ) -> Ended:
     """Run the command once, wait until none of its ranks is left, and return how it ended."""
-    env = {**os.environ, RESTARTS: str(restarts)}
     wait_for_ranks = partial(_wait_for_ranks, run_dir, leave, say)
+    with _starting(command, forward):
+        return run_child(command, _told(restarts), run_dir, forward, wait_for_ranks)
+
+
+def _told(restarts: int) -> dict[str, str]:
+    return {**os.environ, RESTARTS: str(restarts)}
+
+
+@contextlib.contextmanager
+def _starting(command: Sequence[str], forward: Forward) -> Iterator[None]:
+    """Raise UserError if the block cannot start the command; afterwards there is no child."""
     try:
-        return run_child(command, env, run_dir, forward, wait_for_ranks)
+        yield
     except OSError as error:
         if forward.child is not None:  # it was started
             raise
@@ -303,7 +316,6 @@ def _start_machine(
     command: Sequence[str], run_dir: Path, forward: Forward, leave: float, say: Say, restarts: int
 ) -> Ended:
     """Run a command with `--nodes` once; return how this machine's part of the run ended."""
-    env = {**os.environ, RESTARTS: str(restarts)}
 
     def wait_for_ranks(others: set[int]) -> None:
         if not wait_until(lambda: not living_children(others), leave):
@@ -311,9 +323,9 @@ def _start_machine(
                 say(f"killed process {child.pid}: left {leave:.0f} s behind its launcher")
                 child.kill()
 
-    end = run_child(command, env, run_dir, forward, wait_for_ranks)
-    code = forward.child.returncode if forward.child is not None else RESTARTABLE
-    forward.child = None
+    with _starting(command, forward):
+        end = run_child(command, _told(restarts), run_dir, forward, wait_for_ranks)
+        code = forward.child.returncode if forward.child is not None else RESTARTABLE
     message = f"ended by signal {-code}" if code < 0 else "ended"
     return replace(
         end, exit_code=code if code >= 0 else RESTARTABLE, message=message, lost_launcher=False

@@ -38,13 +38,13 @@ from llmtrain.model import untrusted
 from llmtrain.rundir import contents, failures, record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import kept_status, read_status, start_status
-from llmtrain.training.stop import REGROUP
+from llmtrain.training.stop import REGROUP, RESTARTS
 from llmtrain.types import JsonObject, ModelCut
 
 T = TypeVar("T")
 
 # Set for the processes of a restart: by torch's launcher and by `llmtrain supervise`.
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "LLMTRAIN_RESTARTS")
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTARTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from helpers.checkpoints import RUN, SPEC, divided, on_ranks, save, tensors, who
 from helpers.rings import dear
 from hypothesis import given, settings, strategies as st
 
+from llmtrain import system
 from llmtrain.checkpoint import files, read, write
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import UserError
@@ -220,18 +221,18 @@ MOUNTS = """\
 )
 def test_what_lies_on_nfs_is_known_by_what_is_mounted(tmp_path, monkeypatch, path, expected):
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(system, "_MOUNTS", tmp_path / "mountinfo")
     assert files.is_network(Path(path)) is expected
 
 
 def test_the_innermost_mount_says_what_a_directory_is_on(tmp_path, monkeypatch):
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
-    assert files.filesystem_kind(Path("/people/runs")) == "nfs4"
-    assert files.filesystem_kind(Path("/people/local disk/runs")) == "xfs"
-    assert files.filesystem_kind(Path("/runs")) == "ext4"
-    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "absent")
-    assert files.filesystem_kind(Path("/runs")) == ""
+    monkeypatch.setattr(system, "_MOUNTS", tmp_path / "mountinfo")
+    assert system.mounted(Path("/people/runs")).kind == "nfs4"
+    assert system.mounted(Path("/people/local disk/runs")).kind == "xfs"
+    assert system.mounted(Path("/runs")).kind == "ext4"
+    monkeypatch.setattr(system, "_MOUNTS", tmp_path / "absent")
+    assert system.mounted(Path("/runs")).kind == ""
 
 
 def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
@@ -240,14 +241,14 @@ def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
     )
     if said.returncode:
         pytest.skip("df does not say it here")
-    assert files.filesystem_kind(tmp_path) == said.stdout.split()[-1]
+    assert system.mounted(tmp_path).kind == said.stdout.split()[-1]
 
 
 def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing_is(
     tmp_path, monkeypatch
 ):
     assert files.is_network(Path("/proc/self")) is False
-    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "absent")
+    monkeypatch.setattr(system, "_MOUNTS", tmp_path / "absent")
     assert files.is_network(tmp_path) is False
 
 

@@ -114,8 +114,8 @@ def test_saves_by_the_minute_and_at_the_best_evaluation_are_counted(tmp_path):
     write_run(tmp_path)
     given = config(tmp_path, "checkpoint.keep_best=1", "checkpoint.every_minutes=0.5")
     cost = plan(given, price=1.0).to_json()["cost"]
-    # By steps 200, 300, 400, 600, 800, 900, 1000; by the minute every 30 s of 450 s.
-    assert cost["saves"] == 7 + 450 // 30
+    # By steps 200, 300, 400, 600, 800, 900, 1000. Between them 50 s or 100 s: after each 30 s.
+    assert cost["saves"] == 7 + 5 * 1 + 2 * 3
     assert cost["lost_machine"]["seconds_between_saves"] == 30.0
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -414,7 +415,18 @@ def test_a_signal_of_a_launcher_that_forms_its_group_again_is_no_persons(tmp_pat
         signal.raise_signal(signal.SIGTERM)
         assert signals.reason == "launcher_lost"
         note.unlink()
+        assert signals.reason == "launcher_lost"  # without a note: another rank has died
+        (tmp_path / stop.CLOSING).touch()
         assert signals.reason == "SIGTERM"
+        note.touch()  # this machine leaves, and its launcher ends
+        assert signals.reason == "launcher_lost"
+
+
+def test_a_run_of_several_groups_begins_when_its_launcher_did(monkeypatch):
+    monkeypatch.setenv(stop.STARTED, "12.5")
+    assert stop.Signals().started == 12.5
+    monkeypatch.delenv(stop.STARTED)
+    assert stop.Signals().started == pytest.approx(time.monotonic(), abs=60)
 
 
 @pytest.mark.parametrize("reason", STOPS)

@@ -219,6 +219,15 @@ def test_what_is_not_finite_is_left_to_the_step(launched, value):
     assert not launched.engine.squares().isfinite()
 
 
+def test_what_is_not_finite_counts_before_what_is_too_large(launched):
+    """In one tensor the second hides behind the first, so it must not decide in two tensors."""
+    model = tiny()
+    model.model.norm.weight.register_hook(lambda gradient: gradient * 1e6)
+    model.model.layers[0].input_layernorm.weight.register_hook(lambda one: one * float("nan"))
+    accumulated(launched, model, 1 / 64)
+    assert not launched.engine.squares().isfinite()
+
+
 @pytest.mark.parametrize(("groups", "limit"), [(1, 512.0), (2, 512.0), (4, 256.0), (64, 16.0)])
 def test_no_sum_of_groups_within_the_range_leaves_it(launched, groups, limit):
     launched.engine.prepare(*in_one(model := nn.Linear(1, 1, bias=False)))

@@ -18,7 +18,7 @@ from helpers.hub import ID, SHA, read_files, serving, stand_in
 from helpers.model_hub import MODEL, OLD, serving_model, take_for_hub
 from huggingface_hub import hf_hub_download
 
-from llmtrain.checkpoint import files
+from llmtrain import system
 from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.model.count import CannotCountError
 from llmtrain.text import size
@@ -551,7 +551,7 @@ def on(tmp_path, monkeypatch):
     """The run directory lies on a file system of this kind, as far as the system says."""
 
     def lie(kind):
-        monkeypatch.setattr(files, "filesystem_kind", lambda where: kind)
+        monkeypatch.setattr(system, "mounted", lambda where: system.Mount(kind))
 
     return lie
 

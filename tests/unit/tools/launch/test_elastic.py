@@ -1,9 +1,11 @@
 """What the agent of a machine decides between two groups; torch's own rendezvous is played."""
 
+import errno
 import json
 import os
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -151,16 +153,73 @@ def test_failures_without_a_step_are_counted(machines, tmp_path):
     assert ended.value.code == 75
 
 
-@pytest.mark.parametrize("cause", ["a step", "in order", "another number of machines"])
+@pytest.mark.parametrize("cause", ["a step", "a machine that waits", "another number of machines"])
 def test_a_change_of_machines_and_a_step_start_the_count_again(machines, tmp_path, cause):
     worlds = [2, 1] * 5 if cause == "another number of machines" else [2] * 10
     made = machines(*[(0, world) for world in worlds])
     for number in range(10):
-        step = number if cause == "a step" else 5
-        stopped = {"state": "stopped", "exit_code": 75} if cause == "in order" else {}
-        say(tmp_path, **{"state": "failed", "exit_code": 75, "step": step, **stopped})
+        say(tmp_path, state="failed", exit_code=75, step=number if cause == "a step" else 5)
+        if cause == "a machine that waits":
+            (tmp_path / "regroup").touch()
         made.next_rendezvous()
     assert made.torchs.meetings == []
+
+
+def test_a_status_from_before_hides_no_failures(machines, tmp_path):
+    """Ranks that die before they write one leave what an earlier group wrote as it stopped."""
+    made = machines(*[(0, 2)] * 4)
+    say(tmp_path, state="stopped", exit_code=75, step=5)
+    for _ in range(3):
+        made.next_rendezvous()
+    with pytest.raises(EndedError, match="2 restarts without a step"):
+        made.next_rendezvous()
+
+
+def test_a_machine_that_gives_up_tells_the_others_how_the_run_has_ended(machines, tmp_path):
+    made = machines((0, 2))
+    made.next_rendezvous()
+    failures.write(tmp_path / "run", 1, 2, "a bad row")
+    with pytest.raises(EndedError):
+        made.next_rendezvous()
+    say(tmp_path, state="stopped", exit_code=75)
+    code, message = elastic._outcome(tmp_path / "run", tmp_path / "none", tmp_path / "meeting")
+    assert (code, "a bad row" in message) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("met", "over"),
+    [
+        (None, True),
+        (EndedError(1, "given up"), True),
+        (RendezvousClosedError(), True),
+        (RendezvousConnectionError("no disk"), False),
+        (OSError("no memory"), False),
+    ],
+)
+def test_an_error_of_one_machine_does_not_end_the_run_of_the_others(machines, tmp_path, met, over):
+    made = machines((0, 2))
+    made.next_rendezvous()
+    try:
+        if met is not None:
+            raise met
+    except Exception:
+        made.shutdown()
+    else:
+        made.shutdown()
+    assert made.torchs.closed is over
+    assert (tmp_path / "meeting" / "closed").exists() is over
+
+
+def test_while_the_disk_is_away_no_machine_is_seen_and_the_ranks_go_on(machines, tmp_path, capsys):
+    made = machines()
+
+    def away():
+        raise RendezvousConnectionError("the disk is away")
+
+    made.torchs.num_nodes_waiting = away
+    assert made.num_nodes_waiting() == 0
+    assert "the disk is away" in capsys.readouterr().err
+    assert not (tmp_path / "regroup").exists()
 
 
 def test_a_state_is_replaced_only_by_who_knows_it(tmp_path):
@@ -175,7 +234,24 @@ def test_a_state_is_replaced_only_by_who_knows_it(tmp_path):
     assert (tmp_path / "state").stat().st_size == len(b"second")
 
 
-def test_a_folder_that_cannot_be_used_is_an_error_of_the_connection(tmp_path):
+def test_a_file_that_is_stale_for_a_moment_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "_ANSWER_SECONDS", 0.05)
+    shared = _SharedFile(tmp_path / "state")
+    shared.set_state(b"first")
+    read, stale = Path.read_bytes, [OSError(errno.ESTALE, "Stale file handle")] * 3
+
+    def read_bytes(path):
+        if stale:
+            raise stale.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert shared.get_state() == (b"first", b"first")
+    assert stale == []
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_of_the_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "_ANSWER_SECONDS", 0.05)
     (tmp_path / "state").mkdir()
     with pytest.raises(RendezvousConnectionError):
         _SharedFile(tmp_path / "state").get_state()
@@ -213,9 +289,33 @@ def test_all_machines_have_the_settings_of_the_first(tmp_path):
     first = AgentSettings((1, 2), 1, 3, 5, "10.0.0.1")
     _agree(tmp_path, first)
     _agree(tmp_path, AgentSettings((1, 2), 1, 3, 5, "10.0.0.2"))
-    with pytest.raises(UserError, match="1:4 machines × 1 processes") as refused:
+    with pytest.raises(UserError, match="1, 2, 4 machines × 1 processes") as refused:
         _agree(tmp_path, AgentSettings((1, 2, 4), 1, 3, 5, "10.0.0.3"))
-    assert "expected: 1:2 machines × 1 processes, as on the machine" in str(refused.value)
+    first = (
+        "expected: 1, 2 machines × 1 processes, --last-call 5, --max-restarts 3, as on the machine"
+    )
+    assert first in str(refused.value)
+    for other in (((1, 3), 1, 3, 5), ((1, 2), 2, 3, 5), ((1, 2), 1, 4, 5), ((1, 2), 1, 3, 6)):
+        with pytest.raises(UserError, match="--nodes"):
+            _agree(tmp_path, AgentSettings(*other, "10.0.0.1"))
+
+
+def test_a_rank_is_told_how_often_the_run_was_started_before(tmp_path, monkeypatch):
+    """By `supervise` and by this launcher; the number is not there before the first group is."""
+    told = []
+    monkeypatch.setattr(elastic.os, "setsid", lambda: None)
+    monkeypatch.setattr(elastic.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(elastic, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(elastic.sys, "argv", [])
+    run = lambda *_, **__: told.append(os.environ[elastic.RESTARTS])  # noqa: E731
+    monkeypatch.setattr(elastic.runpy, "run_module", run)
+    groups = tmp_path / "groups"
+    for before, number in (("0", None), ("0", "1"), ("0", "3"), ("2", "1"), ("2", "3")):
+        monkeypatch.setenv(elastic.RESTARTS, before)
+        if number:
+            groups.write_text(number)
+        elastic.rank(groups, [])
+    assert told == ["0", "0", "2", "2", "4"]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +365,8 @@ def test_the_end_of_a_run_is_what_rank_0_says_here_or_elsewhere(
     say(tmp_path, **{"step": 7, "reason": "why", **status})
     if report:
         (tmp_path / "ended").write_text(json.dumps(report))
-    code, message = elastic._outcome(tmp_path / "run", tmp_path / "ended")
+    (tmp_path / "closed").touch()
+    code, message = elastic._outcome(tmp_path / "run", tmp_path / "ended", tmp_path)
     assert code == expected[0]
     assert expected[1] in message
     shutil.rmtree(tmp_path / "run")

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 
 import pytest
@@ -15,9 +16,10 @@ from helpers.ranks import ROOT
 from llmtrain.cli.main import main
 from llmtrain.errors import UserError
 from llmtrain.tools.launch import launch as module
-from llmtrain.tools.launch.child import Ended
+from llmtrain.tools.launch.child import Ended, Forward
 from llmtrain.tools.launch.launch import launch_on_machines, parse_nodes
 from llmtrain.tools.launch.supervise import is_of_machines
+from llmtrain.training.stop import RESTARTS
 
 EIGHT = SMALLEST.replace("{steps: 10}", "{steps: 10, global_batch_size: 8}")
 
@@ -119,6 +121,21 @@ def test_a_directory_without_file_locks_is_refused(tmp_path, started, monkeypatc
         launch_on_machines(str(written(tmp_path)), [], None, "1:2", 1)
     assert "No locks available" in str(refused.value)
     assert started == []
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_machine_whose_supervisor_was_killed_leaves(monkeypatch, supervised):
+    """Its death sends SIGTERM, as a person does who stops all machines."""
+    if supervised:
+        monkeypatch.setenv(RESTARTS, "0")
+    else:
+        monkeypatch.delenv(RESTARTS, raising=False)
+    forward = Forward(may_leave=True)
+    forward(signal.SIGTERM, None)
+    assert forward.asked == signal.SIGTERM
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    forward(signal.SIGTERM, None)
+    assert forward.asked == (signal.SIGUSR1 if supervised else signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

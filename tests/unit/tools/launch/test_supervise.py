@@ -25,6 +25,7 @@ from llmtrain.tools.launch.supervise import (
     checked_run_dir,
     config_in,
     decide,
+    is_of_machines,
     shown,
     supervise,
 )
@@ -226,7 +227,13 @@ def test_a_directory_that_is_in_use_starts_nothing(run_dir):
     assert not (run_dir / "started").exists()
 
 
-@pytest.mark.parametrize("words", [["--nodes", "1:2"], ["--nodes=1:2"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", "1:2", "--processes-per-node", "1"],
+        ["--nodes=1:2", "--processes-per-node=1"],
+    ],
+)
 def test_a_machines_part_of_a_run_that_others_hold_is_restarted_by_its_own_code(run_dir, words):
     """The status says that the run goes on, as it does on other machines."""
     (run_dir / "status.json").write_text('{"state": "running", "step": 3}')
@@ -242,8 +249,19 @@ def test_a_machines_part_of_a_run_that_others_hold_is_restarted_by_its_own_code(
 
 def test_a_machines_part_that_is_killed_is_started_again_and_one_that_is_refused_is_not(run_dir):
     line = f"cd {run_dir}; echo >> starts; [ $(wc -l < starts) = 2 ] && exit 2; kill -9 $$"
-    ended = supervise(["/bin/sh", "-c", line, "sh", "--nodes", "1:2"], run_dir, print, NOW)
+    words = ["--nodes", "1:2", "--processes-per-node", "1"]
+    ended = supervise(["/bin/sh", "-c", line, "sh", *words], run_dir, print, NOW)
     assert (ended.exit_code, ended.starts) == (2, 2)
+
+
+def test_nodes_of_a_batch_system_are_not_machines_that_come_and_go():
+    assert not is_of_machines(["srun", "--nodes=2", "llmtrain", "train", "c.yaml"])
+
+
+def test_a_machines_part_that_cannot_be_started_is_a_wrong_command(run_dir):
+    command = ["no-such-program", "--nodes", "1:2", "--processes-per-node", "1"]
+    with pytest.raises(UserError, match="a program that can be started"):
+        supervise(command, run_dir, print, NOW)
 
 
 def test_the_lock_is_left_as_it_is_for_the_run_to_judge(run_dir):
