@@ -51,7 +51,7 @@ def same(found, expected, within=1e-6):
         (2, "fsdp2", {}),
         (2, "ddp", {"tensor_parallel": 2}),
         (2, "ddp", {"pipeline_parallel": 2}),
-        pytest.param(4, "fsdp2", {"tensor_parallel": 2}, marks=pytest.mark.wide),
+        pytest.param(4, "fsdp2", {"tensor_parallel": 2}, marks=pytest.mark.slow),
     ],
     ids=["DDP", "FSDP2", "TP2", "PP2", "TP2 × FSDP2"],
 )

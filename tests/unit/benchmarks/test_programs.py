@@ -34,8 +34,17 @@ SMALLEST: dict[str, list[str]] = {
     "speedrun": ["--data", "{data}"],
     "threads": [],
 }
-# On a quiet machine: less.
-MINUTES = {"convergence", "deaths", "defaults", "finetune", "speedrun", "threads"}
+# Half a minute and more on a quiet machine.
+LONG = {
+    "checkpoint",
+    "convergence",
+    "deaths",
+    "defaults",
+    "finetune",
+    "parallel",
+    "speedrun",
+    "threads",
+}
 
 
 def test_every_program_has_its_smallest_arguments_here():
@@ -54,7 +63,7 @@ def test_every_program_and_part_imports_what_is_still_there():
 @pytest.mark.launches
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in MINUTES else []) for name in SMALLEST],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in SMALLEST],
 )
 def test_a_program_runs_with_its_smallest_arguments(program, tmp_path):
     data = tmp_path / "data"

@@ -363,7 +363,7 @@ MODELS: dict[str, tuple[Any, int, int]] = {
     "llama 8B, 5 blocks": (llama_of(4096, 14336, 5, 32, 8, 128256), 1, 8192),
     "llama 1B tied, 4 blocks": (
         llama_of(2048, 8192, 4, 32, 8, 128256, tie_word_embeddings=True),
-        8,
+        4,
         2048,
     ),
     "few words": (llama_of(2048, 8192, 4, 16, 4, 512), 4, 4096),  # blocks need more than the head
