@@ -23,7 +23,7 @@ from llmtrain.training.run.journal import Journal
 from llmtrain.training.run.run import Run
 from llmtrain.training.run_state import count_documents
 from llmtrain.training.step import flags
-from llmtrain.training.stop import Signals, asked, stop_code
+from llmtrain.training.stop import LOST, Signals, asked, stop_code
 from llmtrain.types import Ranks
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def end_without_data(run: Run, step: int) -> None:
 def stop_reason_of(signals: Signals) -> str | None:
     """Return the name in the record for why this rank was asked to stop, or None."""
     reason = signals.reason
-    return reason if reason in (None, "launcher_lost") else "signal"
+    return "launcher_lost" if reason in LOST else reason and "signal"
 
 
 def _raise_if_stopped(ranks: Ranks, signals: Signals, journal: Journal) -> None:
@@ -150,6 +150,8 @@ def stop_alone(journal: Journal, reason: str) -> int:
     elif dead:
         names = ", ".join(str(rank) for rank in dead)
         code, why = errors.RESTARTABLE, f"rank {names} died before the ranks met"
+    elif reason == "rank_lost":
+        code, why = errors.RESTARTABLE, "a rank on this machine died before the ranks met"
     else:
         journal.end("stopped", own, reason)
         return own

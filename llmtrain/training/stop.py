@@ -43,16 +43,19 @@ LAUNCHED = "LLMTRAIN_LAUNCHED"  # set by `llmtrain train --processes`, as torchr
 RESTARTS = "LLMTRAIN_RESTARTS"  # how often `llmtrain supervise` has started the command before
 # When the launcher of this machine began, where it forms several groups: by `time.monotonic`.
 STARTED = "LLMTRAIN_STARTED"
+SUPERVISOR = "LLMTRAIN_SUPERVISOR"  # the process id of `llmtrain supervise`
 # Names a file that exists when the launcher is about to form its group of ranks again, with more or
 # fewer machines: a signal means that then. It is set where the launcher can do so at all, and then
 # a stop that the launcher has caused ends with 75, so that it forms another group.
 REGROUP = "LLMTRAIN_REGROUP"
 CLOSING = "closing"  # beside it: this launcher ends, and waits for nothing but the end of its ranks
+LOST = ("launcher_lost", "rank_lost")  # reasons to stop that no person has caused
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # read by torch's launcher, under accelerate too
 _GRACE_SECONDS = 30  # the default of torch 2.13
 _SAFE_SHARE = 0.7
 _SECOND_INTERRUPT_SECONDS = 2.0
 _DYING_SECONDS = 0.25
+_NOTE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
 _STDERR = 2
 _LOOK, _LEAVE = 0, 255  # no signal has such a number
@@ -81,11 +84,11 @@ class Signals:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: `launcher_lost`, the name of a signal, or None.
+        """Why to stop: `launcher_lost`, `rank_lost`, the name of a signal, or None.
 
         `launcher_lost` takes precedence over the signal that the death of a launcher causes. It is
-        also the reason if the launcher forms its group again: for other machines, which it notes,
-        or since a rank has died.
+        also the reason if the launcher notes that it forms its group again. If it signals without
+        any note, a rank beside this one has died.
         """
         if self._lost or self._parent not in (None, os.getppid()):
             self._lost = True
@@ -95,11 +98,25 @@ class Signals:
         fresh = time.monotonic() - self._signalled < _DYING_SECONDS
         if self._parent is not None and self._signal == "SIGTERM" and fresh:
             return None
-        note = os.environ.get(REGROUP)
-        if self._signal is None or note is None:
+        if self._signal is None or (note := os.environ.get(REGROUP)) is None:
             return self._signal
-        closes = Path(note).with_name(CLOSING).is_file()
-        return self._signal if closes and not Path(note).is_file() else "launcher_lost"
+        if Path(note).is_file():
+            return "launcher_lost"
+        if Path(note).with_name(CLOSING).is_file():
+            return self._signal
+        # Who stops launcher and ranks at once may be seen here before the launcher's note is.
+        late = time.monotonic() - self._signalled >= _NOTE_SECONDS
+        return "rank_lost" if late else None
+
+    @property
+    def reason_alone(self) -> str | None:
+        """`reason` of a rank that has not met the others: also if the run is over for them.
+
+        Its launcher notes that, and does not signal ranks that may still save.
+        """
+        note = os.environ.get(REGROUP)
+        over = note is not None and Path(note).with_name(CLOSING).is_file()
+        return self.reason or ("SIGTERM" if over else None)
 
     def install(self) -> None:
         """Catch the signals that ask for a stop; do nothing outside the main thread.
@@ -253,7 +270,7 @@ class _Listener:
                         self._signals.before_exit(75, "interrupted again")
                         os._exit(75)
             with self._lock:
-                if self._on_stop and (reason := self._signals.reason):
+                if self._on_stop and (reason := self._signals.reason_alone):
                     _leave(self._on_stop, reason)
 
 
@@ -280,8 +297,8 @@ def _write_stacks_to(descriptor: int) -> None:
 
 
 def stop_code(reason: str | None, environ: Mapping[str, str]) -> int:
-    """Return the exit code of a stop. reason: one of `STOPS`"""
-    return RESTARTABLE if reason == "launcher_lost" and REGROUP in environ else 0
+    """Return the exit code of a stop. reason: one of `STOPS`, or of `Signals`"""
+    return RESTARTABLE if reason in LOST and REGROUP in environ else 0
 
 
 def is_awaited(environ: Mapping[str, str]) -> bool:
@@ -347,7 +364,7 @@ _FILES_SECONDS = 0.2  # between two looks for the files
 
 def asked(reason: str | None) -> Flags:
     """Return the flags of this process's own reason to stop. reason: from `Signals`."""
-    lost = reason == "launcher_lost"
+    lost = reason in LOST
     return Flags(signal=reason is not None and not lost, launcher_lost=lost)
 
 

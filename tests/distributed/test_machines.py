@@ -216,6 +216,23 @@ def test_a_rank_that_dies_stops_no_neighbour_on_its_machine(run):
     run.changes(2, kill_twice)
     touch_stop(run)
     assert run.commands[0].wait() == 0, run.said()
+    ends = [(one["state"], one["reason"]) for one in run.lines("end")]
+    assert ends[-1] == ("stopped", "stop_file")
+    assert {state for state, _ in ends[:-1]} == {"failed"}, ends
+
+
+@pytest.mark.slow
+def test_a_person_stops_machines_that_have_not_met(run):
+    """Rank 0 waits for ranks that do not come, and hears of the end by a note of its launcher."""
+    run.start(0)
+    run.trains_on(1, 0)
+    run.start(1)
+    run.network.power_off(0)
+    time.sleep(2.0)
+    run.start(0)
+    until(lambda: run.ranks(1), "ranks")
+    interrupt(run)
+    assert [run.commands[node].wait(90) for node in (0, 1)] == [0, 0], run.said()
 
 
 @pytest.mark.slow

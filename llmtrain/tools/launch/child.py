@@ -33,7 +33,7 @@ from llmtrain.rundir import failures
 from llmtrain.rundir.contents import STATUS
 from llmtrain.rundir.failures import Mark, new_since
 from llmtrain.rundir.status import read_status
-from llmtrain.training.stop import LAUNCHED, RESTARTS
+from llmtrain.training.stop import LAUNCHED, SUPERVISOR
 from llmtrain.types import JsonMapping
 
 if TYPE_CHECKING:
@@ -204,14 +204,14 @@ class Forward:
     def __init__(self, *, may_leave: bool = False) -> None:
         """may_leave: whether SIGUSR1 is passed on as it is, to a launcher that knows it."""
         self._may_leave = may_leave
-        self._supervisor = os.getppid() if may_leave and RESTARTS in os.environ else None
+        self._supervisor = os.environ.get(SUPERVISOR) if may_leave else None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         # USR1 would kill torch's launcher and orphan its ranks; TERM asks for the same stop.
         as_it_is = (signal.SIGINT, *([signal.SIGUSR1] if self._may_leave else []))
         self.asked = signal.Signals(number) if number in as_it_is else signal.SIGTERM
-        if self._supervisor not in (None, os.getppid()):
+        if self._supervisor and not system.is_alive(int(self._supervisor)):
             self.asked = signal.SIGUSR1  # it was killed: that is no stop for the other machines
         self.tell()
 

@@ -85,6 +85,7 @@ T = TypeVar("T")
 _BACKEND = "llmtrain"
 _KEEP_ALIVE_SECONDS = 1
 _KEEP_ALIVE_ATTEMPTS = 4
+_DROPPED_SECONDS = 6.0  # without a heartbeat: longer than torch waits for one
 _ANSWER_SECONDS = 10.0  # for a disk to answer again
 _STORE_SECONDS = 20.0  # for what a machine of a new group writes at once, unless it has died
 _EXIT_SECONDS = 5.0  # for the machines of a group that has ended to see each other's end
@@ -159,9 +160,13 @@ def is_closed(folder: Path) -> bool:
 
 
 class _SharedFile(RendezvousBackend):
-    """The state of a rendezvous in one file. Its token is the state itself."""
+    """The state of a rendezvous in one file. Its token is the state itself.
+
+    written: when this machine last wrote it, as it does with each heartbeat; by `time.monotonic`
+    """
 
     def __init__(self, path: Path) -> None:
+        self.written = time.monotonic()
         self._path = path
 
     @property
@@ -193,6 +198,7 @@ class _SharedFile(RendezvousBackend):
                 if now is not None and now[1] != token:
                     return *now, False
                 system.write_durably(self._path, state, sync=False)
+            self.written = time.monotonic()
             return state, state, True
 
         return _patiently(replace)
@@ -240,6 +246,7 @@ class Machines(RendezvousHandler):
     """torch's rendezvous, with what a run needs between two groups.
 
     joined: whether this machine has been in a group
+    state: what the machines share
     """
 
     def __init__(
@@ -265,7 +272,8 @@ class Machines(RendezvousHandler):
         )
         store = FileStore(str(folder / "store"), -1)
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        self._torchs = create_handler(store, _SharedFile(folder / "state"), params)
+        self.state = _SharedFile(folder / "state")
+        self._torchs = create_handler(store, self.state, params)
 
     @property
     def use_agent_store(self) -> bool:
@@ -285,9 +293,10 @@ class Machines(RendezvousHandler):
         return self._torchs.is_closed()
 
     def set_closed(self) -> None:
-        """End the run for all machines."""
-        (self._folder / "closed").touch()
-        self._torchs.set_closed()
+        """End the run for all machines. If the disk is away, they notice that this one has gone."""
+        with suppress(OSError, RendezvousConnectionError):
+            (self._folder / "closed").touch()
+            self._torchs.set_closed()
 
     def shutdown(self) -> bool:
         """Stop taking part, and end the run of the others if it is over.
@@ -297,17 +306,26 @@ class Machines(RendezvousHandler):
         met = sys.exception()  # torch calls this while it raises what its agent has met
         over = met is None or isinstance(met, (EndedError, RendezvousClosedError, ChildFailedError))
         if self.joined and over:
-            (self._folder / "closed").touch()
+            with suppress(OSError):
+                (self._folder / "closed").touch()
             return self._torchs.shutdown()
         return True
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait. If any does, the agent signals its ranks next."""
+        """Return how many machines wait. If any does, the agent signals its ranks next.
+
+        torch drops a machine whose heartbeat was late, as while the disk was away. It sends none
+        from then on, and is only counted again in another group; so it waits for one, too.
+        """
+        if is_closed(self._folder):
+            self._regroup.with_name(CLOSING).touch()  # see `Signals.reason_alone`
+            return 0
         try:
             waiting = self._torchs.num_nodes_waiting()
         except RendezvousConnectionError as error:
-            _say(f"warning: machines that wait cannot be seen now: {error}")
+            _say(f"warning: the other machines cannot be seen now: {error}")
             return 0  # the ranks go on as long as they can
+        waiting += time.monotonic() - self.state.written > _DROPPED_SECONDS
         if waiting:
             self._regroup.touch()
         return waiting
@@ -320,6 +338,7 @@ class Machines(RendezvousHandler):
             self._failed = 0
         self.joined, self._world = True, info.world_size
         self._groups += 1
+        self.state.written = time.monotonic()
         self._before, self._marks = read_status(self._run_dir), failures.versions(self._run_dir)
         for file in (self._regroup, self._report):
             file.unlink(missing_ok=True)
@@ -347,7 +366,7 @@ class Machines(RendezvousHandler):
                 f"this machine waits: with {info.world_size} machines × {self._settings.processes} "
                 f"processes the batch cannot be divided, so {used} of them train"
             )
-            while not self.num_nodes_waiting():
+            while not self._torchs.num_nodes_waiting():
                 if self._torchs.is_closed():
                     raise RendezvousClosedError
                 time.sleep(1.0)
@@ -365,21 +384,27 @@ class Machines(RendezvousHandler):
         if not self._groups:
             return
         said, now = read_exit_report(self._report), read_status(self._run_dir)
-        mark = failures.worst(failures.new_since(self._run_dir, self._marks))
+        # A status that has not changed is that of an earlier group: rank 0 died before it had one.
+        known = now if now != self._before else {}
+        state, own = known.get("state"), known.get("exit_code")
         code, message = said or (RESTARTABLE, "")
+        if said is None and state in ("finished", "stopped") and own == 0:
+            code = 0  # as rank 0 says on another machine
+        mark = failures.worst(failures.new_since(self._run_dir, self._marks))
         if mark is not None and mark.is_cause and code in (0, RESTARTABLE):
             code, message = mark.code, f"error: {mark}"
-        final = code in (UserError.exit_code, DISK_FAILED)
-        if not final:
+        if code not in (0, UserError.exit_code, DISK_FAILED):
+            noted = self._regroup.exists() and state != "failed"
+            orderly = code == RESTARTABLE and (noted or (state, own) == ("stopped", RESTARTABLE))
             progress = now.get("step") != self._before.get("step")
-            self._failed = 0 if progress or self._regroup.exists() else self._failed + 1
+            self._failed = 0 if progress or orderly else self._failed + 1
             if self._failed <= self._settings.max_restarts:
                 return
             why = f"{self._settings.max_restarts} restarts without a step"
             message = f"error: {why}; the last: {message or now.get('reason') or 'no message'}"
-            code = code or RESTARTABLE
-        said_to_all = json.dumps([code, message]).encode()
-        system.write_durably(self._folder / "closed", said_to_all, sync=False)
+        with suppress(OSError):  # on a full disk the others fail as this machine has
+            said_to_all = json.dumps([code, message]).encode()
+            system.write_durably(self._folder / "closed", said_to_all, sync=False, shared=True)
         raise EndedError(code, message)
 
 

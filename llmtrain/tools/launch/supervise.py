@@ -42,7 +42,7 @@ from llmtrain.tools.launch.child import (
     run_child,
     wait_until,
 )
-from llmtrain.training.stop import GRACE, RESTARTS
+from llmtrain.training.stop import GRACE, RESTARTS, SUPERVISOR
 
 if TYPE_CHECKING:
     import psutil
@@ -295,7 +295,7 @@ def _start(
 
 
 def _told(restarts: int) -> dict[str, str]:
-    return {**os.environ, RESTARTS: str(restarts)}
+    return {**os.environ, RESTARTS: str(restarts), SUPERVISOR: str(os.getpid())}
 
 
 @contextlib.contextmanager

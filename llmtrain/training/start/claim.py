@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,8 +72,15 @@ class ClaimedRun:
 
 
 @contextmanager
-def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[ClaimedRun]:
+def claim(
+    config: Config,
+    world_size: int,
+    strategy: str | None,
+    wait: Callable[[float], object] = time.sleep,
+) -> Iterator[ClaimedRun]:
     """Make or reopen `run.dir`, take its lock, compare configs, record that the run is starting.
+
+    wait: between two looks at the lock of another process; takes the seconds
 
     For rank 0. Raises UserError if the directory cannot be written, has a file or directory of the
     wrong kind in it, is in use by a live process or belongs to another config. Nothing is changed
@@ -84,7 +92,7 @@ def claim(config: Config, world_size: int, strategy: str | None) -> Iterator[Cla
         known = read_status(run_dir)
         run_id = known.get("run_id") or _last(jsonl.record(run_dir), "start", "run_id", str)
         run_id = run_id or _find_saved_run(run_dir) or uuid.uuid4().hex
-    with RunLock(run_dir, run_id, handed_over=REGROUP in os.environ) as lock:
+    with RunLock(run_dir, run_id, wait=wait, handed_over=REGROUP in os.environ) as lock:
         files.probe_directory(run_dir)
         record = jsonl.record(run_dir)
         started = any(line["kind"] == "start" for line in record)

@@ -415,11 +415,32 @@ def test_a_signal_of_a_launcher_that_forms_its_group_again_is_no_persons(tmp_pat
         signal.raise_signal(signal.SIGTERM)
         assert signals.reason == "launcher_lost"
         note.unlink()
-        assert signals.reason == "launcher_lost"  # without a note: another rank has died
+        assert signals.reason is None  # whoever stops launcher and ranks at once may be seen first
         (tmp_path / stop.CLOSING).touch()
         assert signals.reason == "SIGTERM"
         note.touch()  # this machine leaves, and its launcher ends
         assert signals.reason == "launcher_lost"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_of_a_launcher_without_a_note_is_the_death_of_a_neighbour(
+    tmp_path, monkeypatch, number
+):
+    monkeypatch.setenv(stop.REGROUP, str(tmp_path / "regroup"))
+    monkeypatch.setattr(stop, "_NOTE_SECONDS", 0.0)
+    with stop.catching() as signals:
+        signal.raise_signal(number)
+        assert signals.reason == "rank_lost"
+        assert stop.asked(signals.reason).launcher_lost
+
+
+def test_a_rank_that_is_alone_hears_that_the_run_is_over(tmp_path, monkeypatch):
+    monkeypatch.setenv(stop.REGROUP, str(tmp_path / "regroup"))
+    with stop.catching() as signals:
+        assert signals.reason_alone is None
+        (tmp_path / stop.CLOSING).touch()
+        assert signals.reason_alone == "SIGTERM"
+        assert signals.reason is None  # with others it may still save
 
 
 def test_a_run_of_several_groups_begins_when_its_launcher_did(monkeypatch):

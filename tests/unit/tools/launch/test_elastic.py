@@ -48,6 +48,9 @@ class Torchs:
     def is_closed(self):
         return self.closed
 
+    def set_closed(self):
+        self.closed = True
+
     def shutdown(self):
         self.closed = True
         return True
@@ -153,16 +156,83 @@ def test_failures_without_a_step_are_counted(machines, tmp_path):
     assert ended.value.code == 75
 
 
-@pytest.mark.parametrize("cause", ["a step", "a machine that waits", "another number of machines"])
+@pytest.mark.parametrize("cause", ["a step", "a note", "in order", "another number of machines"])
 def test_a_change_of_machines_and_a_step_start_the_count_again(machines, tmp_path, cause):
     worlds = [2, 1] * 5 if cause == "another number of machines" else [2] * 10
     made = machines(*[(0, world) for world in worlds])
     for number in range(10):
-        say(tmp_path, state="failed", exit_code=75, step=number if cause == "a step" else 5)
-        if cause == "a machine that waits":
+        state = {"a note": "running", "in order": "stopped"}.get(cause, "failed")
+        step = number if cause == "a step" else 5
+        say(tmp_path, state=state, exit_code=75, step=step, restarts=number)
+        if cause == "a note":
             (tmp_path / "regroup").touch()
         made.next_rendezvous()
     assert made.torchs.meetings == []
+
+
+def test_a_note_for_the_failure_of_another_machine_hides_no_failures(machines, tmp_path):
+    """The machine of the rank that failed waits for the next group, so the others write a note."""
+    made = machines(*[(0, 2)] * 4)
+    for number in range(3):
+        say(tmp_path, state="failed", exit_code=75, step=5, restarts=number)
+        (tmp_path / "regroup").touch()
+        made.next_rendezvous()
+    say(tmp_path, state="failed", exit_code=75, step=5, restarts=3)
+    (tmp_path / "regroup").touch()
+    with pytest.raises(EndedError, match="2 restarts without a step"):
+        made.next_rendezvous()
+
+
+@pytest.mark.parametrize("by", ["report", "status"])
+def test_a_run_that_has_ended_is_not_begun_again_for_a_machine_that_waits(machines, tmp_path, by):
+    made = machines((0, 2))
+    made.next_rendezvous()
+    (tmp_path / "regroup").touch()
+    if by == "report":
+        (tmp_path / "ended").write_text('[0, "stopped at step 7"]')
+    else:
+        say(tmp_path, state="stopped", exit_code=0, step=7)
+    with pytest.raises(EndedError) as ended:
+        made.next_rendezvous()
+    assert ended.value.code == 0
+    assert json.loads((tmp_path / "meeting" / "closed").read_text())[0] == 0
+
+
+def test_ranks_of_a_run_that_is_over_are_told_and_not_signalled(machines, tmp_path):
+    made = machines((0, 2))
+    made.next_rendezvous()
+    made.torchs.waiting = 1
+    (tmp_path / "meeting" / "closed").touch()
+    assert made.num_nodes_waiting() == 0
+    assert (tmp_path / "closing").exists()
+    assert not (tmp_path / "regroup").exists()
+
+
+def test_a_machine_whose_heartbeat_was_late_asks_for_another_group(machines, tmp_path):
+    """torch has dropped it by then, and it sends no heartbeats any more."""
+    made = machines((0, 2), (0, 2))
+    made.next_rendezvous()
+    assert made.num_nodes_waiting() == 0
+    made.state.written -= 7.0
+    assert made.num_nodes_waiting() == 1
+    assert (tmp_path / "regroup").exists()
+    made.next_rendezvous()
+    assert made.num_nodes_waiting() == 0
+    made.state.written -= 7.0
+    assert made.state.set_state(b"a heartbeat")
+    assert made.num_nodes_waiting() == 0
+
+
+def test_a_full_disk_does_not_change_how_the_run_has_ended(machines, tmp_path, monkeypatch):
+    made = machines((0, 2))
+    made.next_rendezvous()
+    failures.write(tmp_path / "run", 1, 74, "the disk is full")
+    shutil.rmtree(tmp_path / "meeting")
+    with pytest.raises(EndedError, match="the disk is full") as ended:
+        made.next_rendezvous()
+    assert ended.value.code == 74
+    made.set_closed()
+    made.shutdown()
 
 
 def test_a_status_from_before_hides_no_failures(machines, tmp_path):

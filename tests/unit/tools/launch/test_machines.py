@@ -19,7 +19,7 @@ from llmtrain.tools.launch import launch as module
 from llmtrain.tools.launch.child import Ended, Forward
 from llmtrain.tools.launch.launch import launch_on_machines, parse_nodes
 from llmtrain.tools.launch.supervise import is_of_machines
-from llmtrain.training.stop import RESTARTS
+from llmtrain.training.stop import SUPERVISOR
 
 EIGHT = SMALLEST.replace("{steps: 10}", "{steps: 10, global_batch_size: 8}")
 
@@ -123,19 +123,21 @@ def test_a_directory_without_file_locks_is_refused(tmp_path, started, monkeypatc
     assert started == []
 
 
-@pytest.mark.parametrize("supervised", [True, False])
-def test_a_machine_whose_supervisor_was_killed_leaves(monkeypatch, supervised):
+def test_a_machine_whose_supervisor_was_killed_leaves(monkeypatch):
     """Its death sends SIGTERM, as a person does who stops all machines."""
-    if supervised:
-        monkeypatch.setenv(RESTARTS, "0")
-    else:
-        monkeypatch.delenv(RESTARTS, raising=False)
-    forward = Forward(may_leave=True)
-    forward(signal.SIGTERM, None)
-    assert forward.asked == signal.SIGTERM
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    forward(signal.SIGTERM, None)
-    assert forward.asked == (signal.SIGUSR1 if supervised else signal.SIGTERM)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for supervisor, asked in (
+        (None, signal.SIGTERM),
+        (os.getpid(), signal.SIGTERM),
+        (ended.pid, signal.SIGUSR1),
+    ):
+        monkeypatch.delenv(SUPERVISOR, raising=False)
+        if supervisor:
+            monkeypatch.setenv(SUPERVISOR, str(supervisor))
+        forward = Forward(may_leave=True)
+        forward(signal.SIGTERM, None)
+        assert forward.asked == asked
 
 
 @pytest.mark.parametrize(
