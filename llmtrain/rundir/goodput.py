@@ -158,13 +158,18 @@ def without_idle_starts(lines: Sequence[JsonMapping]) -> list[JsonMapping]:
     added: list[JsonMapping] = []
     finished = False
     for first, after in _starts(lines):
-        start = [line for line in lines[first:after] if line.get("event") != record.REFUSED]
+        start = [line for line in lines[first:after] if not _is_refusal(line)]
         if finished and not any(line["kind"] == "train" for line in start):
             continue
         end = next((place for place, line in enumerate(start) if line["kind"] == "end"), None)
         added += start if end is None else start[: end + 1]
         finished = end is not None and start[end].get("state") == "finished"
     return added
+
+
+def _is_refusal(line: JsonMapping) -> bool:
+    # The kind first: a step has no event, and would be looked up in the file.
+    return bool(line["kind"] == "event" and line.get("event") == record.REFUSED)
 
 
 def _starts(lines: Sequence[JsonMapping]) -> Iterable[tuple[int, int]]:

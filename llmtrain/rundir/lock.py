@@ -118,8 +118,16 @@ class RunLock:
             writable(self._path.parent),
             system.close_on_error(_open(self._path)) as self._descriptor,
         ):
-            if self._handed_over:
-                self._wait_for_holder()
+            looks = _HAND_OVER_LOOKS if self._handed_over else 0
+            while looks and not self._take(self._descriptor):
+                self._wait(_HAND_OVER_SECONDS)
+                looks -= 1
+                if not looks:
+                    holder = _describe(read(self._path))
+                    remedy = "the launcher tries again; if it gives up, end that process, or wait"
+                    raise RunError(
+                        f"{self._path} stays locked: it is {holder}", RESTARTABLE, remedy
+                    )
             self.takeover = self._judge(self._descriptor)
             self._write()
             faults.hit("lock.taken", path=self._path)
@@ -154,16 +162,6 @@ class RunLock:
             expected = f"a run directory that no other process uses; this one is {_describe(other)}"
             raise UserError(Problem("run.dir", self._path.parent, expected, remedy))
         return reason
-
-    def _wait_for_holder(self) -> None:
-        for _ in range(_HAND_OVER_LOOKS):
-            if self._take(self._descriptor):
-                return
-            self._wait(_HAND_OVER_SECONDS)
-        seconds = _HAND_OVER_LOOKS * _HAND_OVER_SECONDS
-        message = f"{self._path} is still locked after {seconds:.0f} s: it is "
-        remedy = "the launcher tries again; if it gives up, end that process, or wait"
-        raise RunError(message + _describe(read(self._path)), RESTARTABLE, remedy)
 
     def _take(self, descriptor: int) -> bool:
         try:

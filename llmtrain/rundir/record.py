@@ -33,6 +33,7 @@ from llmtrain.types import JsonMapping, JsonObject
 _log = logging.getLogger(__name__)
 
 REFUSED = "start_refused"  # the event of a start that has added nothing to the run
+_TRAIN = b'{"kind": "train", '  # how `Lines` begins the lines of steps
 _AT_ONCE = 1 << 20  # bytes
 _COLUMNS = 40  # of numbers in the lines of a kind; our own have half of that
 _EXACT = 2.0**53  # below it whole numbers are floats, too
@@ -128,26 +129,38 @@ def read(path: Path) -> list[JsonObject]:
     return [value for value, _, _ in _values(path) if value is not None]
 
 
-def _values(path: Path) -> Iterator[tuple[JsonObject | None, int, int]]:
+def _values(path: Path, *, steps: bool = True) -> Iterator[tuple[JsonObject | None, int, int]]:
     """Yield the JSON object of each whole line, its place in the file and its length in bytes.
 
-    None: the line is no JSON object
+    None: the line is no JSON object. steps: as for `short_record`
     """
+    bad = 0
+    for number, place, line in _whole_lines(path, steps=steps):
+        value = parse(line.decode("utf-8", "replace"))
+        if value is None and (bad := bad + 1) <= _NAMED_LINES:
+            _log.warning("left out line %d of %s, which is no JSON object", number, path)
+        yield value, place, len(line)
+    if bad > _NAMED_LINES:
+        _log.warning("left out %d lines of %s that are no JSON objects", bad, path)
+
+
+def _whole_lines(path: Path, *, steps: bool) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, place and bytes of each line but a torn last one; nothing without a file."""
     if not path.exists():
         return
-    bad = place = 0
+    newest, place = (0, 0, b""), 0
     # Line by line: a long record is not held as a whole beside its values.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
-            value = parse(line.decode("utf-8", "replace"))
-            if value is None and (bad := bad + 1) <= _NAMED_LINES:
-                _log.warning("left out line %d of %s, which is no JSON object", number, path)
-            yield value, place, len(line)
+            if steps or not line.startswith(_TRAIN):
+                yield number, place, line
+            else:
+                newest = number, place, line
             place += len(line)
-    if bad > _NAMED_LINES:
-        _log.warning("left out %d lines of %s that are no JSON objects", bad, path)
+    if newest[0]:
+        yield newest
 
 
 def parse(line: str | bytes) -> JsonObject | None:
@@ -164,15 +177,18 @@ def record(run_dir: Path) -> list[JsonObject]:
     return [dict(line.whole()) for line in short_record(run_dir)[0]]
 
 
-def short_record(run_dir: Path) -> tuple[list[Line], int]:
+def short_record(run_dir: Path, *, steps: bool = True) -> tuple[list[Line], int]:
     """Return the record of a run, and the number of whole lines of its file that are not in it.
 
     The lines are those of `record`, but take a tenth of its memory.
+
+    steps: False = leave out all `train` lines but the newest, which comes last; for starts, as
+        reading 100,000 of them takes seconds
     """
     path, unread = run_dir / METRICS, 0
     found: list[Line] = []
     kinds: dict[str, _LinesOfKind] = {}
-    for value, start, size in _values(path):
+    for value, start, size in _values(path, steps=steps):
         if value is not None and is_of_record(value):
             kind = value["kind"]
             if kind not in kinds:

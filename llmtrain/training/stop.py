@@ -31,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain import system
-from llmtrain.errors import RESTARTABLE
+from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.rundir.contents import SAVE, STOP
 from llmtrain.text import parse_duration
 from llmtrain.types import Flags
@@ -117,6 +117,13 @@ class Signals:
         note = os.environ.get(REGROUP)
         over = note is not None and Path(note).with_name(CLOSING).is_file()
         return self.reason or ("SIGTERM" if over else None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait, before ranks can communicate. Raises RunError (75) if this process is to stop."""
+        if self.reason_alone:
+            message = "stopped before the process that has the run directory had ended"
+            raise RunError(message, RESTARTABLE, "the same command resumes")
+        time.sleep(seconds)
 
     def install(self) -> None:
         """Catch the signals that ask for a stop; do nothing outside the main thread.

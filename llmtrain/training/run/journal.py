@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from llmtrain.rundir.lock import RunLock
 from llmtrain.rundir.record import Lines
 from llmtrain.rundir.status import put_back_status, read_status, write_status
 from llmtrain.training.run.due import Due
+from llmtrain.training.stop import REGROUP
 from llmtrain.types import Evaluation, JsonObject, Numbers, Sample
 
 _log = logging.getLogger(__name__)
@@ -193,7 +195,9 @@ class Journal:
             if refused and self._begun_before:
                 self._lines.refuse(self.step, str(reason))
             else:
-                share = goodput(self.run_dir)
+                # Another group of ranks waits for the end of this one: no time for the record.
+                goes_on = exit_code == RESTARTABLE and REGROUP in os.environ
+                share = None if goes_on else goodput(self.run_dir)
                 seconds = time.perf_counter() - self._started
                 self.write("end", self.step, **end, seconds=seconds, goodput=share)
             try:

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from llmtrain.rundir import contents, failures, record as jsonl
 from llmtrain.rundir.lock import RunLock, writable
 from llmtrain.rundir.status import kept_status, read_status, start_status
 from llmtrain.training.stop import REGROUP, RESTARTS
-from llmtrain.types import JsonObject, ModelCut
+from llmtrain.types import JsonMapping, ModelCut
 
 T = TypeVar("T")
 
@@ -90,17 +90,17 @@ def claim(
     with writable(run_dir):
         contents.check(run_dir)
         known = read_status(run_dir)
-        run_id = known.get("run_id") or _last(jsonl.record(run_dir), "start", "run_id", str)
+        record, _ = jsonl.short_record(run_dir, steps=False)
+        run_id = known.get("run_id") or _last(record, "start", "run_id", str)
         run_id = run_id or _find_saved_run(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id, wait=wait, handed_over=REGROUP in os.environ) as lock:
         files.probe_directory(run_dir)
-        record = jsonl.record(run_dir)
+        record, _ = jsonl.short_record(run_dir, steps=False)
         started = any(line["kind"] == "start" for line in record)
         newest = known.get("checkpoint") or _last(record, "checkpoint", "name", str)
         try:
             if asked_resume(config.checkpoint.resume, os.environ) == "never":
-                # Refuse `checkpoint.resume: never` in a directory in which something was trained.
-                # Quarantined checkpoints count too.
+                # Quarantined checkpoints count as something that was trained, too.
                 names = form.names(run_dir / contents.CHECKPOINTS)
                 stored = [name for name in reversed(names) if name.startswith("step-")]
                 existing = newest or next(iter(stored), "its metrics.jsonl" if started else None)
@@ -134,7 +134,7 @@ def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
     return asked if all(count == "0" for count in restarts) else "auto"
 
 
-def _last(record: list[JsonObject], kind: str, field: str, of: type[T]) -> T | None:
+def _last(record: Sequence[JsonMapping], kind: str, field: str, of: type[T]) -> T | None:
     """Return what the last line of this kind with a value of this type in `field` has there."""
     values = (line.get(field) for line in reversed(record) if line["kind"] == kind)
     return next((value for value in values if isinstance(value, of)), None)
@@ -148,7 +148,8 @@ def check(config: Config) -> bool:
     """
     run_dir = config.run_dir
     contents.check(run_dir)
-    started = any(line["kind"] == "start" for line in jsonl.record(run_dir))
+    lines, _ = jsonl.short_record(run_dir, steps=False)
+    started = any(line["kind"] == "start" for line in lines)
     begun = (run_dir / contents.CONFIG).exists() and bool(started or _find_saved_run(run_dir))
     if begun:
         _compare(run_dir, config)

@@ -22,7 +22,6 @@ from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
 from llmtrain.data.state import roll
 from llmtrain.distributed.plan.speed import seconds_at_peak
-from llmtrain.errors import RESTARTABLE, RunError
 from llmtrain.metrics.logfile import LogFile
 from llmtrain.metrics.memory import Profile
 from llmtrain.metrics.meter import DataFailedError, Meter
@@ -127,8 +126,7 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     if rank == 0:
         asked, processes = config.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
         strategy = None if asked == "auto" else asked  # chosen later, see `plan_start`
-        waiting = partial(_wait_for_lock, signals)
-        place = stack.enter_context(claim(config, processes, strategy, waiting))
+        place = stack.enter_context(claim(config, processes, strategy, signals.wait))
     else:  # rank 0's own mark is removed in `claim`, which holds the lock
         failures.clear(run_dir, rank, int(os.environ["WORLD_SIZE"]))
     signals.before_exit = partial(failures.write, run_dir, rank)
@@ -143,13 +141,6 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
         _open_log(here, stack)
         logfile.show(journal.progress.note)
     return here
-
-
-def _wait_for_lock(signals: stop.Signals, seconds: float) -> None:
-    if signals.reason_alone:
-        message = "stopped before the process that has the run directory had ended"
-        raise RunError(message, RESTARTABLE, "the same command resumes")
-    time.sleep(seconds)
 
 
 def _open_log(here: Here, stack: ExitStack) -> None:

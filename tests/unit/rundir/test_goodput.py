@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from llmtrain.rundir import record
 from llmtrain.rundir.goodput import Restart, changes, goodput, stretches, totals
 
 NOW = 1_800_000_000.0
@@ -34,6 +35,20 @@ def test_a_run_without_a_step_has_none(tmp_path):
 def test_it_is_step_seconds_over_wall_seconds(tmp_path):
     write(tmp_path, start(0, 1000), train(10, 700, 200.0), train(20, 300, 300.0))
     assert goodput(tmp_path) == pytest.approx(0.5)
+
+
+def test_no_step_is_looked_up_in_the_file_again(tmp_path, monkeypatch):
+    """A field that no step has would be: as many opens of the file as there are steps."""
+    looked, whole = [], record._LinesOfKind.whole
+    monkeypatch.setattr(
+        record._LinesOfKind, "whole", lambda self, n: looked.append(self.name) or whole(self, n)
+    )
+    steps = [
+        {**train(n, 900 - n, 1.0), "span_wait_seconds": 0.0, "span_steps": 1} for n in range(100)
+    ]
+    write(tmp_path, start(0, 1000), *steps)
+    assert goodput(tmp_path) == pytest.approx(0.1)
+    assert "train" not in looked
 
 
 def test_redone_steps_and_gaps_are_lost_time(tmp_path):

@@ -295,6 +295,21 @@ def test_a_short_line_has_every_field_as_it_was_written(tmp_path):
     assert found[1]["loss"] == 1.5
 
 
+def test_a_start_parses_no_steps_but_the_newest(tmp_path, monkeypatch):
+    head = {"kind": "start", "time": 1.0, "step": 0}
+    steps = [{"kind": "train", "time": 2.0 + n, "step": n, "seconds": 0.5} for n in range(50)]
+    save = {"kind": "checkpoint", "time": 30.0, "step": 25}
+    path = runs.write_run(tmp_path, [head, *steps[:26], save, *steps[26:]]) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"kind": "train", "time": 99.0, "ste')
+    parsed, parse = [], module.parse
+    monkeypatch.setattr(module, "parse", lambda line: parsed.append(line) or parse(line))
+    found, unread = short_record(tmp_path, steps=False)
+    assert len(parsed) == 3
+    assert (found, unread) == ([head, save, steps[-1]], 0)
+    assert short_record(tmp_path / "none", steps=False) == ([], 0)
+
+
 def test_lines_that_are_none_are_counted_and_the_others_found_behind_them(tmp_path):
     path = runs.write_run(tmp_path, LINES[:2]) / "metrics.jsonl"
     with path.open("ab") as file:
