@@ -10,6 +10,7 @@ with those of one process that nobody interrupts. It needs the right to make nam
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -151,7 +152,7 @@ def run_and_kill(bench: Bench) -> list[Death]:
                 time.sleep(AWAY_SECONDS)
                 both.switch_on(node)
         time.sleep(max(0.0, begun + 60 * bench.sizes.minutes - time.monotonic()))
-        wait_for(lambda: not deaths or seconds_to_a_new_step(deaths[-1], run_dir) is not None)
+        wait_for(lambda: not deaths or seconds_to_new_steps(deaths[-1:], run_dir) != [None])
         (run_dir / "STOP").touch()
         for command in both.commands.values():
             if command.wait() != 0:
@@ -159,16 +160,17 @@ def run_and_kill(bench: Bench) -> list[Death]:
     return deaths
 
 
-def seconds_to_a_new_step(death: Death, run_dir: Path) -> float | None:
-    """Return how long after a death the first step came that no start before had made."""
+def seconds_to_new_steps(found: list[Death], run_dir: Path) -> list[float | None]:
+    """Return how long after each death the first step came that no start before had made."""
     started, trained = steps(run_dir, "start"), steps(run_dir)
-    again = next((one["time"] for one in started if one["time"] > death.time), None)
-    if again is None:
-        return None
-    farthest = max(one["step"] for one in trained if one["time"] < again)
-    after = (one["time"] for one in trained if one["time"] > again and one["step"] > farthest)
-    new = next(after, None)
-    return None if new is None else float(new - death.time)
+    took: list[float | None] = []
+    for death in found:
+        again = next((one["time"] for one in started if one["time"] > death.time), math.inf)
+        farthest = max(one["step"] for one in trained if one["time"] < again)
+        after = (one["time"] for one in trained if one["time"] > again and one["step"] > farthest)
+        new = next(after, None)
+        took.append(None if new is None else float(new - death.time))
+    return took
 
 
 def p95(values: list[float]) -> float:
@@ -204,10 +206,10 @@ def deaths(bench: Bench) -> None:
     again = sum(one.again for one in changes(every))
     bench.say("goodput", share, "", goal, deaths=lost, again=again, minutes=bench.sizes.minutes)
     for kind, most in KINDS.items():
-        each = [seconds_to_a_new_step(one, run_dir) for one in found if one.kind == kind]
+        each = seconds_to_new_steps([one for one in found if one.kind == kind], run_dir)
         took = [one for one in each if one is not None]
         if took:
-            name = f"death of a {kind} to the next new step, 95 %"
+            name = f"death of {'an' if kind == 'agent' else 'a'} {kind} to the next new step, 95 %"
             bench.say(name, p95(took), "s", f"≤ {most}", seconds=[round(one, 2) for one in took])
     last = steps(run_dir)[-1]["step"]
     other = straight(bench, last)

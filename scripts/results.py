@@ -51,6 +51,9 @@ NOTES = {
     "defaults": "DIR: parquet files with a column `text`, the files of GPT-2's tokenizer.",
     "data": "On English Wikipedia of 2014, 95 MB of text. Beside other work on both cores (load 4 "
     "to 6) waiting was 4.4 % of the step, and opening 48 lanes with bestfit took 1.0 to 1.2 s.",
+    "deaths": "An hour with 60 deaths at f152f8be (`benchmarks/results/deaths_hour.json`): goodput "
+    "0.830, and 8.6, 7.2 and 11.5 s in the other rows. Each start read the whole record then, so "
+    "that it took 1.7 s at first and 5 s behind 60,000 steps. Now it reads the newest of them.",
     "speedrun": "Target 12, stretch 16 times fewer. "
     "[`muon`](../../benchmarks/speedruns/muon.yaml): one layer, 230 steps of 8 × 256 tokens, Muon, "
     "bf16. On 2 such cores without AVX-512, in fp32, it took 164 CPU seconds, 11.4 times fewer. A "
