@@ -30,8 +30,8 @@ def show(
     overrides: Sequence[str],
     accelerate: Path | None,
     skip: Sequence[str],
-    nodes: str | None,
-    processes_per_node: int | None,
+    nodes: str | None = None,
+    processes_per_node: int | None = None,
     *,
     as_json: bool,
 ) -> int:

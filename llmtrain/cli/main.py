@@ -175,7 +175,8 @@ def plan(
     """Plan memory and speed of a run on some devices; exit code 2 if it fits nowhere."""
     from llmtrain.cli.plan_view import show_plan
 
-    asked = (devices, nodes, device_memory_gb, host_memory_gb, price, price_node)
+    machines = int(nodes) if nodes and nodes.isdecimal() else nodes
+    asked = (devices, machines, device_memory_gb, host_memory_gb, price, price_node)
     raise typer.Exit(show_plan(config, overrides or [], asked, write, as_json=as_json))
 
 

@@ -34,7 +34,7 @@ _NAME = 16
 def show_plan(
     config: str,
     overrides: Sequence[str],
-    asked: tuple[int | None, str | None, *tuple[float | None, ...]],
+    asked: tuple[int | None, int | str | None, *tuple[float | None, ...]],
     write: Path | None,
     *,
     as_json: bool,
@@ -47,8 +47,7 @@ def show_plan(
     from llmtrain.config.load import load_config
     from llmtrain.training.start.claim import split_rule
 
-    devices, text, *others = asked
-    nodes = int(text) if text and text.isdecimal() else text
+    devices, nodes, *others = asked
     known = None if isinstance(nodes, str) or devices is None else devices * (nodes or 1)
     rules = [split_rule(known)] if known else []
     loaded = load_config(config, overrides, rules)
