@@ -13,7 +13,8 @@ import llmtrain
 SCRIPT = """
 import os
 from llmtrain.system import decide_threads
-print("threads", decide_threads("auto", None, os.environ).count, flush=True)
+# In one call: torchrun's processes do not buffer, and share a stream.
+os.write(1, f"threads {decide_threads('auto', None, os.environ).count}\\n".encode())
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines=1"]
