@@ -118,16 +118,10 @@ class RunLock:
             writable(self._path.parent),
             system.close_on_error(_open(self._path)) as self._descriptor,
         ):
-            looks = _HAND_OVER_LOOKS if self._handed_over else 0
-            while looks and not self._take(self._descriptor):
+            for _ in range(_HAND_OVER_LOOKS if self._handed_over else 0):
+                if self._take(self._descriptor):
+                    break
                 self._wait(_HAND_OVER_SECONDS)
-                looks -= 1
-                if not looks:
-                    holder = _describe(read(self._path))
-                    remedy = "the launcher tries again; if it gives up, end that process, or wait"
-                    raise RunError(
-                        f"{self._path} stays locked: it is {holder}", RESTARTABLE, remedy
-                    )
             self.takeover = self._judge(self._descriptor)
             self._write()
             faults.hit("lock.taken", path=self._path)
@@ -148,13 +142,18 @@ class RunLock:
     def _judge(self, descriptor: int) -> str | None:
         """Take the flock; return why the process that the file names counts as ended, or None.
 
-        None: the file names none. Raises UserError if that process may be alive.
+        None: the file names none. Raises UserError if that process may be alive, RunError (75) if a
+        launcher passes the run on.
         """
         free = self._take(descriptor)
         other = read(self._path)
         if free and other is None:
             return None
         reason = self._why_left(other) if free and other else None
+        if reason is None and self._handed_over:  # it may have died, which is noticed only later
+            remedy = "the launcher tries again; if it gives up, end that process, or wait"
+            message = f"{self._path} stays locked: it is {_describe(other)}"
+            raise RunError(message, RESTARTABLE, remedy)
         if reason is None:
             remedy = (
                 "wait for that run or stop it (touch STOP in its directory), or set another run.dir"
@@ -206,7 +205,7 @@ class RunLock:
             try:
                 with system.close_on_error(_open(self._path)) as descriptor:
                     self._judge(descriptor)
-            except UserError:
+            except (UserError, RunError):
                 self.lost = _describe(read(self._path))
                 _log.error("%s was removed, and the directory is %s", self._path, self.lost)
                 return

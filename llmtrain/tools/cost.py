@@ -169,7 +169,7 @@ def cost(config: Config, price: Price, hardware: Hardware, seconds: float | None
         interval = config.checkpoint.every_steps * of_step
         if minutes is not None:
             interval = min(interval, 60 * minutes)
-            # Each save begins the minutes anew.
+            # Each save restarts the minutes.
             gaps = (after - before for before, after in pairwise([done, *saved]))
             saves += sum(max(0, math.ceil(gap * of_step / (60 * minutes)) - 1) for gap in gaps)
     return Cost(

@@ -71,7 +71,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain import system
 from llmtrain.distributed.launch.named import is_true
-from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, UserError
+from llmtrain.errors import DISK_FAILED, RESTARTABLE, Problem, RunError, UserError
 from llmtrain.rundir import contents, failures
 from llmtrain.rundir.lock import try_lock
 from llmtrain.rundir.status import read_status
@@ -446,7 +446,7 @@ def main() -> None:
     report = Path(os.environ[LAUNCHED])
     try:
         code, message = _run(Path(run_dir), settings, report, command)
-    except UserError as error:
+    except (UserError, RunError) as error:
         code, message = error.exit_code, f"error: {error}"
     finally:
         log.end(os.environ)
@@ -497,8 +497,8 @@ def _run(
         except (RendezvousClosedError, ChildFailedError):
             pass  # what the run says of its end counts
         except (RendezvousError, OSError) as error:
-            next_step = "    next:     the same command joins the run again"
-            return RESTARTABLE, f"error: this machine cannot take part: {error}\n{next_step}"
+            message, remedy = f"this machine cannot take part: {error}", "give the command again"
+            raise RunError(message, RESTARTABLE, remedy) from error
         return _outcome(run_dir, report, folder.path)
     finally:
         folder.leave()

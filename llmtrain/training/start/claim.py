@@ -90,12 +90,11 @@ def claim(
     with writable(run_dir):
         contents.check(run_dir)
         known = read_status(run_dir)
-        record, _ = jsonl.short_record(run_dir, steps=False)
-        run_id = known.get("run_id") or _last(record, "start", "run_id", str)
+        run_id = known.get("run_id") or _last(_outline(run_dir), "start", "run_id", str)
         run_id = run_id or _find_saved_run(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id, wait=wait, handed_over=REGROUP in os.environ) as lock:
         files.probe_directory(run_dir)
-        record, _ = jsonl.short_record(run_dir, steps=False)
+        record = _outline(run_dir)
         started = any(line["kind"] == "start" for line in record)
         newest = known.get("checkpoint") or _last(record, "checkpoint", "name", str)
         try:
@@ -134,6 +133,11 @@ def asked_resume(asked: str, environ: Mapping[str, str]) -> str:
     return asked if all(count == "0" for count in restarts) else "auto"
 
 
+def _outline(run_dir: Path) -> Sequence[JsonMapping]:
+    """Return the record with no step but the newest."""
+    return jsonl.short_record(run_dir, steps=False)[0]
+
+
 def _last(record: Sequence[JsonMapping], kind: str, field: str, of: type[T]) -> T | None:
     """Return what the last line of this kind with a value of this type in `field` has there."""
     values = (line.get(field) for line in reversed(record) if line["kind"] == kind)
@@ -148,8 +152,7 @@ def check(config: Config) -> bool:
     """
     run_dir = config.run_dir
     contents.check(run_dir)
-    lines, _ = jsonl.short_record(run_dir, steps=False)
-    started = any(line["kind"] == "start" for line in lines)
+    started = any(line["kind"] == "start" for line in _outline(run_dir))
     begun = (run_dir / contents.CONFIG).exists() and bool(started or _find_saved_run(run_dir))
     if begun:
         _compare(run_dir, config)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,7 +224,7 @@ def test_a_machine_whose_heartbeat_was_late_asks_for_another_group(machines, tmp
     assert made.num_nodes_waiting() == 0
 
 
-def test_a_full_disk_does_not_change_how_the_run_has_ended(machines, tmp_path, monkeypatch):
+def test_a_full_disk_does_not_change_how_the_run_has_ended(machines, tmp_path):
     made = machines((0, 2))
     made.next_rendezvous()
     failures.write(tmp_path / "run", 1, 74, "the disk is full")
@@ -269,13 +270,12 @@ def test_a_machine_that_gives_up_tells_the_others_how_the_run_has_ended(machines
 def test_an_error_of_one_machine_does_not_end_the_run_of_the_others(machines, tmp_path, met, over):
     made = machines((0, 2))
     made.next_rendezvous()
-    try:
-        if met is not None:
-            raise met
-    except Exception:
-        made.shutdown()
-    else:
-        made.shutdown()
+    with pytest.raises(type(met)) if met else nullcontext():
+        try:
+            if met:
+                raise met
+        finally:
+            made.shutdown()
     assert made.torchs.closed is over
     assert (tmp_path / "meeting" / "closed").exists() is over
 
