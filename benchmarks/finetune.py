@@ -356,8 +356,8 @@ def load_as_rank(config: str) -> None:
     def loaded(config: Any, model: Any, processes: Any, *more: Any) -> Any:
         prepare(config, model, processes, *more)
         seen["peak"], seen["after"] = memory.peak_bytes(cpu), memory.resident_bytes()
-        seen["shard"] = sum(local(one).nbytes for one in model.bare.parameters())
-        seen["model"] = sum(one.nbytes for one in model.bare.parameters())
+        seen["shard"] = sum(local(one).nbytes for one in model.model.parameters())
+        seen["model"] = sum(one.nbytes for one in model.model.parameters())
         print(f"\n{json.dumps(seen)}", flush=True)
         processes.launched.ranks.vote(None)
         os._exit(0)

@@ -318,7 +318,7 @@ def ours(asked: dict[str, Any]) -> dict[str, Any]:
         if asked.get("saved"):
             shutil.rmtree(run.run_dir / "checkpoints")  # the disk may not hold a third
             optimizer = run.engine._optimizer.state_dict()
-            state = {"model": run.built.bare.state_dict(), "optimizer": optimizer}
+            state = {"model": run.built.model.state_dict(), "optimizer": optimizer}
             began = time.perf_counter()
             with (run.run_dir / "torch.pt").open("wb") as file:
                 torch.save(state, file)  # noqa: TID251  # what is compared with

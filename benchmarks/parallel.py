@@ -54,7 +54,7 @@ def opened(
     bare = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=VOCABULARY)).train()
     head = examine(bare)
     assert isinstance(head, Head)
-    attention.install(bare, LENGTH, tell=False)
+    attention.install(bare, LENGTH, log_reason=False)
     if (group := launched.groups.sequence) is not None:
         attention.use(bare, attention.NAME, in_heads(attention.attention, group))
     optimizer = make_optimizer(bare, OptimizerConfig())

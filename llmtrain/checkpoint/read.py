@@ -24,7 +24,7 @@ from llmtrain import faults, system
 from llmtrain.agreement import captured, from_rank_zero, refuse
 from llmtrain.checkpoint import candidates, format as form
 from llmtrain.checkpoint.candidates import Event
-from llmtrain.checkpoint.files import Patience, StoppedError
+from llmtrain.checkpoint.disk import Patience, StoppedError
 from llmtrain.checkpoint.format import DamagedError, Extent, TensorLocation
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.types import JsonObject, Piece, Ranks, Spec, TensorSpec
@@ -98,14 +98,14 @@ def find(
 
 
 def verify(
-    path: Path, jobs: int = 4, told: Callable[[int], object] = lambda size: None
+    path: Path, jobs: int = 4, on_progress: Callable[[int], object] = lambda size: None
 ) -> list[Problem]:
     """Return everything that is wrong with a checkpoint directory; empty for a valid one.
 
     A problem's key is the file, its value what is wrong with it.
 
     jobs: threads that hash
-    told: called in this thread with the number of bytes that were hashed since its last call
+    on_progress: called in this thread with the number of bytes that were hashed since its last call
 
     Raises OSError if the disk does not answer, UserError for a checkpoint of another format.
     """
@@ -122,7 +122,7 @@ def verify(
         with ThreadPoolExecutor(jobs) as pool:
             damages = pool.map(lambda part: _damage(form.check_extent, path, *part), parts)
             for (name, extent), damage in zip(parts, damages, strict=True):
-                told(extent.length)
+                on_progress(extent.length)
                 if damage:
                     wrong.setdefault(name, damage)
         looks_whole = form.STATE in manifest.files and not wrong

@@ -39,7 +39,7 @@ from xxhash import xxh3_128
 
 from llmtrain import faults, system
 from llmtrain.agreement import captured
-from llmtrain.checkpoint import files as disk, format as form
+from llmtrain.checkpoint import disk, format as form
 from llmtrain.checkpoint.candidates import PARTIAL, kind_of
 from llmtrain.checkpoint.format import CheckpointManifest, Entry, Extent, Extents, TensorLocation
 from llmtrain.system import unsafe_name

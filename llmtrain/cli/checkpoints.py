@@ -75,9 +75,9 @@ def verify(
     """Read complete checkpoints as a resume does, and change nothing."""
     from llmtrain.tools.checkpoints.look import verify as look
 
-    found, tell = [], _progress()
-    for one in look(run, name, tell, hashed=hashed):
-        tell("", 0, 0)
+    found, show_progress = [], _progress()
+    for one in look(run, name, show_progress, hashed=hashed):
+        show_progress("", 0, 0)
         found.append(one)
         if not as_json:
             show(verification(one))
@@ -102,9 +102,9 @@ def prune(
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
     from llmtrain.tools.checkpoints.prune import prune as clear
 
-    tell = _progress()
-    found = clear(run, keep_last, yes=yes, set_aside=set_aside, told=tell)
-    tell("", 0, 0)
+    show_progress = _progress()
+    found = clear(run, keep_last, yes=yes, set_aside=set_aside, on_progress=show_progress)
+    show_progress("", 0, 0)
     show([json.dumps(found.to_json())] if as_json else pruning(found))
     raise typer.Exit(2 if found.lost else 0)
 
@@ -133,17 +133,17 @@ def rehearse(
     """Train a few steps straight, the same with a kill and a resume, and compare."""
     from llmtrain.tools.checkpoints import rehearse as tool
 
-    def tell(text: str) -> None:
+    def show_progress(text: str) -> None:
         print(harmless(text), file=sys.stderr, flush=True)
 
     found: Rehearsal | RehearsedSizes
     if same_bits is not None:
         sizes = _sizes(same_bits, {"--kill-at": kill_at, "--to": to, "--processes": processes})
-        found = tool.rehearse_sizes(config, overrides or [], sizes, tell)
+        found = tool.rehearse_sizes(config, overrides or [], sizes, show_progress)
         lines = sizes_rehearsal(found)
     else:
         at = tool.KILL_AT if kill_at is None else kill_at
-        found = tool.rehearse(config, overrides or [], at, to, processes, tell)
+        found = tool.rehearse(config, overrides or [], at, to, processes, show_progress)
         lines = rehearsal(found)
     show([json.dumps(found.to_json())] if as_json else lines)
     raise typer.Exit(0 if found.same else 2)
@@ -252,10 +252,10 @@ def _progress() -> Callable[[str, int, int], None]:
     """Return a function that shows the progress of a large file; 0 bytes clear the line."""
     line = ProgressLine(wait=True)
 
-    def tell(name: str, whole: int, done: int) -> None:
+    def show_progress(name: str, whole: int, done: int) -> None:
         if not whole:
             line.clear()
         elif whole >= _LARGE_BYTES and line.is_due():
             line.show(f"{name}: {size(done)} of {size(whole)}")
 
-    return tell
+    return show_progress

@@ -281,14 +281,16 @@ def tokenize(
     as_json: options.AsJson = False,
 ) -> None:
     """Write the token cache of a config's sources."""
-    told = _progress(lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens")
+    on_progress = _progress(
+        lambda done, of, tokens: f"tokenized {done} of {of} units, {tokens:,} tokens"
+    )
     with _interruptible():
         from llmtrain.config.load import load_config
 
         loaded = load_config(config, overrides or [])
         from llmtrain.tools.data.tokenize import tokenize as write  # imports torch
 
-        result = write(loaded, out, jobs or cores().count, told)
+        result = write(loaded, out, jobs or cores().count, on_progress)
     _show(result, as_json, out)
 
 
@@ -306,11 +308,11 @@ def repack(
     as_json: options.AsJson = False,
 ) -> None:
     """Rewrite data files in small row groups."""
-    told = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
+    on_progress = _progress(lambda done, of, rows: f"repacked {done} of {of} files, {rows:,} rows")
     with _interruptible():
         from llmtrain.tools.data.tokenize import repack as write
 
-        result = write(path, out, row_group_mb, text_column, jobs or cores().count, told)
+        result = write(path, out, row_group_mb, text_column, jobs or cores().count, on_progress)
     _show(result, as_json, out)
 
 
@@ -338,11 +340,11 @@ def _progress(words: Callable[[int, int, int], str]) -> Callable[[int, int, int]
     """
     line = options.ProgressLine(wait=False)
 
-    def tell(done: int, of: int, amount: int) -> None:
+    def show_progress(done: int, of: int, amount: int) -> None:
         if line.is_due() or done == of:
             line.show(words(done, of, amount), last=done == of)
 
-    return tell
+    return show_progress
 
 
 def _show(result: Tokenized | Repacked, as_json: bool, out: Path) -> None:

@@ -42,12 +42,14 @@ def show(
     asked = None if nodes is None else parse_nodes(nodes, processes_per_node)
     line = ProgressLine(wait=False)
 
-    def tell(name: str) -> None:
+    def show_progress(name: str) -> None:
         if line.moves:
             line.show(fit(f"looking at {name} …", WIDTH - 1))
 
     checks = {}
-    for name, check in doctor(config, overrides, accelerate, skip, told=tell, nodes=asked):
+    for name, check in doctor(
+        config, overrides, accelerate, skip, on_progress=show_progress, nodes=asked
+    ):
         checks[name] = check
         line.clear()
         if not as_json:

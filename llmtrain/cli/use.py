@@ -102,7 +102,7 @@ def evaluate(
         _hide_progress_of_transformers()
         line = ProgressLine(wait=True)
 
-        def tell(done: int, of: int) -> None:
+        def show_progress(done: int, of: int) -> None:
             end()
             if line.is_due():
                 line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
@@ -113,7 +113,7 @@ def evaluate(
             "stride": stride,
             "chat": chat,
         }
-        found = measure(model, data, as_run=as_run, told=tell, **options)
+        found = measure(model, data, as_run=as_run, on_progress=show_progress, **options)
     line.clear()
     show([json.dumps(found.to_json())] if as_json else evaluation(found))
 
@@ -192,7 +192,7 @@ def export(
 
     _hide_progress_of_transformers()
 
-    def tell(doing: str) -> None:
+    def show_progress(doing: str) -> None:
         print(harmless(doing), file=sys.stderr, flush=True)
 
     found = write(
@@ -203,7 +203,7 @@ def export(
         shard_gb=shard_gb,
         push=push,
         verify=not no_verify,
-        told=tell,
+        on_progress=show_progress,
     )
     show([json.dumps(found.to_json())] if as_json else exportation(found))
 
@@ -310,8 +310,8 @@ def _continue(model: str, prompt: str, drawn: _Drawn, *, as_json: bool) -> None:
         from llmtrain.tools.use import generate as tool
 
         _hide_progress_of_transformers()
-        tell = _quietly(loaded) if as_json else _behind(prompt, loaded)
-        found = tool.continue_text(model, prompt, tool.Sampling(*drawn), tell)
+        on_text = _quietly(loaded) if as_json else _behind(prompt, loaded)
+        found = tool.continue_text(model, prompt, tool.Sampling(*drawn), on_text)
         show([json.dumps(found.to_json()) if as_json else ""])
 
 
@@ -323,10 +323,10 @@ def _converse(model: str, message: str | None, drawn: _Drawn, *, as_json: bool) 
 
         _hide_progress_of_transformers()
         messages = iter([message]) if message is not None else _messages(loaded, typed=typed)
-        tell = _quietly(loaded) if as_json else _behind("", loaded)
+        on_text = _quietly(loaded) if as_json else _behind("", loaded)
         options = {"refused": _show_refused} if typed else {}
         sampling = tool.Sampling(*drawn)
-        for answer in tool.converse(model, messages, sampling, tell, _show_forgotten, **options):
+        for answer in tool.converse(model, messages, sampling, on_text, _show_forgotten, **options):
             show([json.dumps(answer.to_json()) if as_json else ""])
 
 
@@ -353,12 +353,14 @@ def _complete(
         _hide_progress_of_transformers()
         line = ProgressLine(wait=True)
 
-        def tell(done: int, of: int) -> None:
+        def show_progress(done: int, of: int) -> None:
             loaded()
             if line.is_due():
                 line.show(f"completed {done:,} of {of:,} prompts")
 
-        found = complete_file(model, prompts, out, Sampling(*drawn), chat=chat, told=tell)
+        found = complete_file(
+            model, prompts, out, Sampling(*drawn), chat=chat, on_progress=show_progress
+        )
     line.clear()
     counts = f"{found.prompts:,} prompts, {found.tokens:,} tokens written"
     text = [f"{counts} in {found.seconds:.1f} s", str(found.out)]

@@ -145,7 +145,7 @@ _log = logging.getLogger(__name__)
 
 
 def install(
-    model: PreTrainedModel, seq_len: int, *, compare: bool = True, tell: bool = True
+    model: PreTrainedModel, seq_len: int, *, compare: bool = True, log_reason: bool = True
 ) -> str:
     """Let the model use our function if it computes the same as the model's own attention.
 
@@ -155,7 +155,7 @@ def install(
     seq_len: positions of a block.
     compare: whether to compare logits, which is not possible on fake tensors. The other checks are
         always made. For 26 architectures the choice was the same without logits.
-    tell: whether to log why a model keeps its own attention.
+    log_reason: whether to log why a model keeps its own attention.
 
     Returns the name of the attention that the model uses now: `llmtrain`, or transformers' `sdpa`
     or `eager`.
@@ -163,7 +163,7 @@ def install(
     name = NAME
     if reason := why_not(model, seq_len, compare=compare):
         name = backend(model)
-        if tell:
+        if log_reason:
             _log.info("attention: transformers' %s, as %s", name, reason)
     use(model, name)
     return name

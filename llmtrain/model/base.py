@@ -60,8 +60,8 @@ def pin(path: str, revision: str | None) -> Base:
 
         commit = HfApi().resolve_revision(path, revision=revision).resolved
         names = _files(path, commit)
-        if untrusted.ADAPTER in names:
-            file = Path(hf_hub_download(path, untrusted.ADAPTER, revision=commit))
+        if untrusted.ADAPTER_CONFIG in names:
+            file = Path(hf_hub_download(path, untrusted.ADAPTER_CONFIG, revision=commit))
             raise UserError(untrusted.adapter_problem(path, file))
         if kind := untrusted.other_kind(path, names):
             raise UserError(kind)
@@ -91,7 +91,7 @@ def _files(path: str, commit: str) -> set[str]:
     if not constants.HF_HUB_OFFLINE:
         files = (one.rfilename for one in HfApi().model_info(path, revision=commit).siblings or ())
         return {name for name in files if "/" not in name}
-    for name in (CONFIG, untrusted.ADAPTER):
+    for name in (CONFIG, untrusted.ADAPTER_CONFIG):
         file = try_to_load_from_cache(path, name, revision=commit)
         if isinstance(file, str):
             return {found.name for found in Path(file).parent.iterdir()}

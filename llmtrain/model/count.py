@@ -115,7 +115,7 @@ def _count(
     short = number > 2 and _alike(model_config, blocks(whole))
     with fake_tensors():
         tried = from_config(shorten(model_config, number, 1 if short else number))
-        name = attention.install(tried, seq_len, compare=False, tell=False)
+        name = attention.install(tried, seq_len, compare=False, log_reason=False)
         plain = not new_tokens and isinstance(examine(tried, compare=False), Head)
 
     def run(count: int, *, back: bool) -> Saved:

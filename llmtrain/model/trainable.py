@@ -40,6 +40,7 @@ from llmtrain.config.schema import AdapterConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
 from llmtrain.model.scorer import SCORE, is_scorer, score_layer
+from llmtrain.model.untrusted import ADAPTER_CONFIG
 
 _FREEZE = "model.freeze"
 
@@ -139,7 +140,6 @@ def as_quantized(model: Any) -> Iterator[None]:
 
 
 _TARGETS = "adapter.targets"
-CONFIG_FILE = "adapter_config.json"  # as peft names it
 BASE_FILE = "adapter.json"
 _NAME = "default"  # of the adapter, as peft calls the only one
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names
@@ -293,7 +293,7 @@ def adapter_files(model: PreTrainedModel, base: Base) -> dict[str, bytes]:
     }
     # peft's sets are sorted, since their order differs from process to process.
     text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)
-    return {CONFIG_FILE: text.encode(), BASE_FILE: json.dumps({"base": asdict(base)}).encode()}
+    return {ADAPTER_CONFIG: text.encode(), BASE_FILE: json.dumps({"base": asdict(base)}).encode()}
 
 
 def refuse_other_base(saved: bytes, base: Base, checkpoint: str) -> None:

@@ -25,7 +25,7 @@ from llmtrain.types import DTYPES, JsonObject
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".distcp")
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # as peft names it
 _GENERATION = "generation_config.json"
 _OBJECTS = {_GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 _KEY = "model.from"
@@ -99,8 +99,8 @@ def _problems(place: Path) -> Iterator[Problem]:
     if len(names) > _MAX_FILES:
         yield Problem(_KEY, place, f"a model directory; this one has {len(names)} entries")
         return
-    if ADAPTER in names:
-        yield adapter_problem(str(place), place / ADAPTER)
+    if ADAPTER_CONFIG in names:
+        yield adapter_problem(str(place), place / ADAPTER_CONFIG)
         return
     if kind := other_kind(str(place), names):
         yield kind

@@ -91,13 +91,14 @@ class Run:
         from transformers import AutoConfig, AutoTokenizer
 
         from llmtrain.model.scorer import auto_class
+        from llmtrain.model.untrusted import ADAPTER_CONFIG
 
         if (place := self.best) is None:
             expected = "a run with a checkpoint whose held-out loss, if it has one, is finite"
             raise UserError(Problem("RUN", self.directory, expected))
         files = self.directory / contents.TOKENIZER
         tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False)
-        if (place / "adapter_config.json").is_file():
+        if (place / ADAPTER_CONFIG).is_file():
             from peft import (
                 AutoPeftModelForCausalLM,
                 AutoPeftModelForSequenceClassification,

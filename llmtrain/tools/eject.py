@@ -221,7 +221,7 @@ def uncovered_by_model(run: Run) -> Iterator[Problem]:
     from llmtrain.model.loss import Head
     from llmtrain.model.shape import on_meta
 
-    built, model, base = run.built, run.built.bare, run.processes.base
+    built, model, base = run.built, run.built.model, run.processes.base
     kind = model.config.model_type
     key, named = ("model.from", base) if base else ("model.config.model_type", kind)
     if run.processes.precision != "fp32":
@@ -258,7 +258,7 @@ def conditions(run: Run) -> dict[str, bool]:
     """Return what holds of the run: the names behind `#: if` in the template."""
     from llmtrain.model import attention, build
 
-    config, built, model = run.config, run.built, run.built.bare
+    config, built, model = run.config, run.built, run.built.model
     base, ends, adapted = run.processes.base, _with_new_rows(model), config.adapter.kind != "none"
     rows = model.config.get_text_config().vocab_size
     before = build.weights_config(base).get_text_config().vocab_size if base else rows
@@ -295,7 +295,7 @@ def constants(run: Run) -> dict[str, object]:
     from llmtrain.training.optimizer import decay_steps, warmup_steps
     from llmtrain.training.step import DRAWS
 
-    config, base, model = run.config, run.processes.base, run.built.bare
+    config, base, model = run.config, run.processes.base, run.built.model
     optimizer, adapter = config.optimizer, config.adapter
     tokens: Sequence[int] = []
     if adapter.kind != "none":

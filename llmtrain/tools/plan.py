@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from llmtrain.batch_size import BatchSize
-from llmtrain.checkpoint.files import most_at_once
+from llmtrain.checkpoint.disk import most_at_once
 from llmtrain.config.checks import check
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from llmtrain import errors
 from llmtrain.agreement import refuse
-from llmtrain.checkpoint.files import StoppedError
+from llmtrain.checkpoint.disk import StoppedError
 from llmtrain.data.batches import UNTRAINED_BLOCKS
 from llmtrain.distributed.ranks import lost_peer, peer_lost
 from llmtrain.rundir import failures

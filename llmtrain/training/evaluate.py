@@ -77,7 +77,7 @@ def evaluate(run: Run) -> Evaluation | None:
     if run.data.answers:
         count = max(1, len(heldout.parts))
         given = (pairs, run.config.preference, run.device, count)
-        evaluation = pair_result(pair_totals(*given, told=layout.tells_pairs).tolist(), heldout)
+        evaluation = pair_result(pair_totals(*given, tells=layout.tells_pairs).tolist(), heldout)
     else:
         total = reduce(torch.add, scored)
         told = total if layout.tells_loss else torch.zeros_like(total)

@@ -108,19 +108,19 @@ def pair_totals(
     device: torch.device,
     parts: int,
     *,
-    told: bool,
+    tells: bool,
 ) -> Tensor:
     """Return Σ loss and the sums of `PAIR_SLOTS` of all pairs, then of each source. Collective.
 
     The divergence of feedback is that of all pairs together.
 
-    told: whether this process tells the scores of its group
+    tells: whether this process tells the scores of its group
 
     Returns (1 + parts, 2 + K) fp64, added up over all processes; the last is trained tokens.
     """
-    far = divergence_of([one[:2] for one in scored], device, told=told)
+    far = divergence_of([one[:2] for one in scored], device, tells=tells)
     totals = torch.zeros(1 + parts, 2 + len(PAIR_SLOTS), dtype=torch.float64, device=device)
-    for sums, asked, owners in scored if told else ():
+    for sums, asked, owners in scored if tells else ():
         if asked.divergence is not None:
             asked = asked.changed(divergence=far)
         totals[0] += _total(sums, asked, preference)
@@ -173,7 +173,7 @@ def _figures(sums: Sequence[float], documents: int) -> Evaluation | None:
 
 
 def divergence_of(
-    scored: Sequence[tuple[Tensor, PairTensors]], device: torch.device, *, told: bool
+    scored: Sequence[tuple[Tensor, PairTensors]], device: torch.device, *, tells: bool
 ) -> Tensor:
     """Return how far the model is from its reference on answers of other rows: () fp64, in nats.
 
@@ -181,10 +181,10 @@ def divergence_of(
     another row was scored, it is 0. Collective.
 
     scored: sums and what is asked, as in `Scores`
-    told: whether this process tells the scores of its group
+    tells: whether this process tells the scores of its group
     """
     both = torch.zeros(2, dtype=torch.float64, device=device)
-    for sums, asked in scored if told else ():
+    for sums, asked in scored if tells else ():
         counted = asked.sizes[:, 1] > 0
         apart = sums[:, 1] - asked.reference[:, 1]
         both += torch.stack([torch.where(counted, apart, 0.0).sum(), counted.sum().double()])
@@ -197,6 +197,6 @@ def measure_divergence(run: Run, forwards: Sequence[MicroBatch]) -> None:
     """Give each micro-batch the divergence of the whole step, by a forward without gradients."""
     with run.engine.evaluating():
         scored = [(run.model(each=True, **one), one["pairs"]) for one in forwards]
-    found = divergence_of(scored, run.device, told=run.layout.tells_pairs)
+    found = divergence_of(scored, run.device, tells=run.layout.tells_pairs)
     for one in forwards:
         one["pairs"] = one["pairs"].changed(divergence=found)

@@ -104,7 +104,7 @@ def small_files(run: Run, step: int, heard: list[JsonObject]) -> dict[str, bytes
     return {
         "trainer_state.json": _encode(trainer_state),
         **state.index(run.built.spec),
-        **model_files(run.built.bare, run.built.adapter),
+        **model_files(run.built.model, run.built.adapter),
         **{path.relative_to(directory).as_posix(): path.read_bytes() for path in files},
     }
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.agreement import captured, from_rank_zero, gathered, on_rank_zero
-from llmtrain.checkpoint import candidates, files, write
+from llmtrain.checkpoint import candidates, disk, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
 from llmtrain.config.schema import CheckpointConfig
@@ -68,14 +68,16 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
         run.due.end_save(step, saved=False)
         _report_failure(run, step, begun.failures, last=last)
         return
-    pieces = run.engine.pieces(run.built.spec, writing=True, dealt=run.checkpoints.dealt)
+    pieces = run.engine.pieces(
+        run.built.spec, writing=True, replicas_shared=run.checkpoints.replicas_shared
+    )
     writer = _choose_writer(run, step)
     written = None if writer else _write(run, begun, pieces)
     blocked = time.perf_counter() - started
     run.checkpoints.flight = Flight(step, reason, begun, cursors, last, blocked, written)
     if writer:
         # Unlike weights and moments, buffers may change before the next update.
-        buffers = frozenset(name for name, _ in run.built.bare.named_buffers())
+        buffers = frozenset(name for name, _ in run.built.model.named_buffers())
         writer.submit(begun, pieces, buffers)
     if last or not writer:
         commit(run)
@@ -123,14 +125,14 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
     kind, is_cut = family(launched.strategy), launched.cut.weights > 1
     nodes = launched.ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The machine that exports a network directory sees a local disk, but all ranks must agree.
-    network = bool(launched.ranks.highest(int(files.is_network(run_dir))))
+    network = bool(launched.ranks.highest(int(disk.is_network(run_dir))))
     whole = kind == "ddp" and not is_cut  # rank 0 has all tensors
-    writers = files.choose_writers(config.writers, nodes, network, whole=whole)
+    writers = disk.choose_writers(config.writers, nodes, network, whole=whole)
     sent = writers == "rank0" and not whole
     on_gpu = launched.device.type == "cuda" and not is_cut
     wanted = on_gpu if config.background == "auto" else config.background
     writer = Writer() if wanted and not sent else None
-    return Saves(config, writer, sent, dealt=writers == "all")
+    return Saves(config, writer, sent, replicas_shared=writers == "all")
 
 
 def _begin(
@@ -160,7 +162,7 @@ def _write(run: Run, begun: write.OpenSave, pieces: Iterator[Piece]) -> Written:
     """Write this rank's part in line."""
     tensor = run.processes.launched.cut.tensor
     share = bytes_of(run.built.spec) // tensor if tensor > 1 else None
-    if run.checkpoints.sent:
+    if run.checkpoints.rank0_writes:
         outcome = captured(lambda: write.collect_pieces(begun, pieces, run.ranks))
     else:
         outcome = captured(lambda: write.write_pieces(begun, pieces, share))
@@ -180,7 +182,9 @@ def reserve(run: Run) -> None:
         return
     writer = _choose_writer(run, run.step)
     if writer is not None:
-        pieces = run.engine.pieces(run.built.spec, writing=True, dealt=run.checkpoints.dealt)
+        pieces = run.engine.pieces(
+            run.built.spec, writing=True, replicas_shared=run.checkpoints.replicas_shared
+        )
         writer.reserve(sum(piece.data.nbytes for piece in pieces if piece.data.is_cuda))
 
 
@@ -189,7 +193,7 @@ def _choose_writer(run: Run, step: int) -> Writer | None:
     saves = run.checkpoints
     if saves.writer is None or saves.has_room:  # the writer uses its buffers again
         return saves.writer
-    pieces = run.engine.pieces(run.built.spec, writing=True, dealt=saves.dealt)
+    pieces = run.engine.pieces(run.built.spec, writing=True, replicas_shared=saves.replicas_shared)
     needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
     mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
     of_ranks = gathered(run.ranks, mine)

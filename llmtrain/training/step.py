@@ -227,7 +227,7 @@ def padding_keywords(run: Run, labels: np.ndarray) -> MicroBatch:
     """Return the keywords of `LossModule.forward` for the padding of rows. labels: (B, T) int64"""
     if run.data.manifest.packing != "single":
         return {}
-    by_length = attention.rope_change(run.built.bare) is not None
+    by_length = attention.rope_change(run.built.model) is not None
     routed = run.built.loss.has_router_loss
     return padding_tensors(labels, run.device, by_length=by_length, routed=routed)
 

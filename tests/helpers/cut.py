@@ -91,7 +91,7 @@ def opened(launched: Launched, case: str) -> tuple[Any, Any, list[Any]]:
     kind, *asked = case.split()
     bare = built(kind).to(torch.float64 if "double" in asked else torch.float32)
     found = examine(bare)
-    attention.install(bare, LENGTH, tell=False)
+    attention.install(bare, LENGTH, log_reason=False)
     kinds = [kind for kind in ("selective", "full") if kind in asked]
     shape.apply_checkpointing(bare, *(kinds or ["none"]))
     fused = make_optimizer(bare, OptimizerConfig(learning_rate=1e-3))
@@ -136,9 +136,9 @@ def of_all(launched: Launched, case: str) -> dict[str, Any]:
         "norms": [norm for _, norm in sent],
         "each": each.flatten().tolist(),
         "logits": logits[0].tolist(),
-        "tied": tied(run.built.bare),
+        "tied": tied(run.built.model),
         "unlike": unlike(run, launched),
-        "held": held(run.built.bare, optimizer) / count,
+        "held": held(run.built.model, optimizer) / count,
         "reductions": reduced.call_count,
         "replicas": run.engine.unequal_replicas(),
     }
@@ -161,7 +161,7 @@ def unlike(run: Any, launched: Launched) -> list[str]:
     if group is None:
         return []
     found = []
-    for name, parameter in run.built.bare.named_parameters():
+    for name, parameter in run.built.model.named_parameters():
         if name in launched.engine.cuts:
             continue
         own = state.local(parameter.detach())

@@ -29,7 +29,7 @@ def compare(output: str, job_text: str, told: str) -> None:
     job = Job(**json.loads(job_text))
     launched, _, run, _ = sharded.opened(job)
     sharded.trained(job, run)
-    named = dict(run.built.bare.named_parameters())
+    named = dict(run.built.model.named_parameters())
     found: list[Any] = [launched.engine.unequal_replicas()]
     for flips in json.loads(told):
         mine = flips.get(str(launched.ranks.rank), [])

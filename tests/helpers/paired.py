@@ -85,7 +85,7 @@ def of_all(launched: Launched, case: str) -> dict[str, Any]:
     asked = PreferenceConfig(loss=loss, beta=0.3)
     bare = cut.built(kind).to(torch.float32)
     found = examine(bare)
-    attention.install(bare, LENGTH, tell=False)
+    attention.install(bare, LENGTH, log_reason=False)
     if (group := launched.groups.sequence) is not None:
         attention.use(bare, attention.NAME, sequence.exchanged(attention.attention, group))
     if "frozen" in others:
@@ -155,7 +155,7 @@ def given(output: str, strategy: str) -> None:
     asked = PreferenceConfig(loss="dpo", beta=0.3)
     bare = cut.built("llama").to(torch.float32)
     head = examine(bare)
-    attention.install(bare, LENGTH, tell=False)
+    attention.install(bare, LENGTH, log_reason=False)
     optimizer = make_optimizer(bare, OptimizerConfig(learning_rate=1e-3))
     module = LossModule(bare, head if isinstance(head, Head) else None, preference=asked)
     prepared = launched.engine.prepare(module, bare, optimizer)

@@ -62,7 +62,7 @@ def reduced(output: str, micro: str) -> None:
         share = uneven.share(step, launched.ranks.rank, launched.ranks.world_size, False)
         update(run, share, 1.0)
         totals.append(sum(sent))
-    trained = sum(p.numel() for p in run.built.bare.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in run.built.model.parameters() if p.requires_grad)
     if launched.ranks.rank == 0:
         Path(output).write_text(json.dumps({"bytes": totals, "trained": trained}))
     close()

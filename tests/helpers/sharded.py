@@ -155,7 +155,7 @@ def work(output: str, job_text: str) -> None:
         return
     if job.load:
         loaded(Path(job.load), spec, launched)
-    passes = uneven.passes(run.built.bare)
+    passes = uneven.passes(run.built.model)
     seen = trained(job, run)
     evaluated = evaluation(run, job) if job.evaluate else []
     if job.save:
@@ -181,7 +181,7 @@ def trained(job: Job, run: Any) -> list[tuple[str, str, int, int]]:
 
 def described(run: Any, optimizer: Any) -> dict[str, Any]:
     """Numbers, weights and what else a test asks of a run at its end."""
-    bare = run.built.bare
+    bare = run.built.model
     embedding, head = (getattr(bare, f"get_{side}_embeddings")() for side in ("input", "output"))
     named = list(bare.named_parameters())
     return {
@@ -217,7 +217,7 @@ def evaluation(run: Any, job: Job) -> list[float]:
         assert str(loss.dtype) == str(logits.dtype) == "torch.float32"
     assert run.model.training
     if family(job.strategy) == "fsdp":
-        assert all(isinstance(p, DTensor) for p in run.built.bare.parameters())
+        assert all(isinstance(p, DTensor) for p in run.built.model.parameters())
     return [float(loss), *logits[0].tolist()]
 
 

@@ -101,7 +101,7 @@ def flip(wanted: int, of: str) -> None:
 
     def flipped(run: Run, step: int) -> None:
         if step == wanted:
-            named = run.built.bare.named_parameters()
+            named = run.built.model.named_parameters()
             flipping.flip(next(weight for name, weight in named if of in name), bit=18)
         begin(run, step)
 

@@ -47,7 +47,7 @@ def run_of(
         ),
         data=SimpleNamespace(manifest=manifest, answers=None, reference=None),
         built=SimpleNamespace(
-            bare=bare,
+            model=bare,
             loss=next(part for part in prepared.modules() if isinstance(part, LossModule)),
             micro_batch_size=micro_batch_size,
             compiled="off",

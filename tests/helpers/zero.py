@@ -196,10 +196,10 @@ def forbidden(fake: Any, batch: Batch, why: str) -> Batch:
             case "data":
                 fake.feed.error = OSError("the stream broke")
             case "gradient":
-                weight = fake.built.bare.model.layers[1].mlp.up_proj.weight
+                weight = fake.built.model.model.layers[1].mlp.up_proj.weight
                 handle = weight.register_hook(lambda g: (handle.remove(), g * float("nan"))[1])
             case "loss":
-                norm = fake.built.bare.model.norm
+                norm = fake.built.model.model.norm
                 handle = norm.register_forward_hook(
                     lambda _module, _inputs, out: (handle.remove(), out * float("nan"))[1]
                 )
@@ -222,9 +222,9 @@ def evaluate(fake: Any) -> list[float]:
     with fake.engine.evaluating():
         loss = fake.model(input_ids=ids[:, :-1], labels=labels)
         logits = [fake.model(ids[:1, :length]) for length in (3, 4)]
-        assert not fake.built.bare.training
+        assert not fake.built.model.training
         assert not loss.requires_grad
-    assert fake.built.bare.training
+    assert fake.built.model.training
     return [float(loss), *(float(one.sum()) for one in logits)]
 
 
@@ -247,7 +247,7 @@ def save(launched: Launched, spec: Spec, root: Path, step: int, writers: str) ->
     ranks: Any = OnTheHost(launched.ranks)
     begun = write.begin(root, step, spec, small, ranks, RUN)
     assert not isinstance(begun, write.FailedSave), begun
-    pieces = launched.engine.pieces(spec, writing=True, dealt=writers == "all")
+    pieces = launched.engine.pieces(spec, writing=True, replicas_shared=writers == "all")
     if writers == "rank0":
         extents = write.collect_pieces(begun, pieces, ranks)
     else:

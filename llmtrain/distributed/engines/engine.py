@@ -246,14 +246,16 @@ class Engine(Protocol):
     def create_state(self) -> None:
         """Create moments of zero for every trainable parameter, before any step."""
 
-    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
+    def pieces(
+        self, spec: Spec, *, writing: bool, replicas_shared: bool = False
+    ) -> Iterator[Piece]:
         """Yield the ranges of weights and moments on this rank, in the order of the spec.
 
         writing: yield only what this rank writes; all ranks together write each element once.
             Otherwise the caller fills the memory, and then calls `finish_loading`.
-        dealt: when writing, share out the parameters and moments that every rank has, instead of
-            giving them all to rank 0; those of a cut model always are its first processes'. Rank 0
-            always writes the buffers, as they may differ.
+        replicas_shared: when writing, share out the parameters and moments that every rank has,
+            instead of giving them all to rank 0; those of a cut model always are its first
+            processes'. Rank 0 always writes the buffers, as they may differ.
         """
 
     def finish_loading(self, steps: int) -> None:
@@ -429,13 +431,15 @@ class TorchEngine(Engine):
         """See `Engine.create_state`."""
         state.create_state(self._optimizer, steps=0)
 
-    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
+    def pieces(
+        self, spec: Spec, *, writing: bool, replicas_shared: bool = False
+    ) -> Iterator[Piece]:
         """See `Engine.pieces`. One replica writes the shards; rank 0 writes the whole tensors."""
         layout, ranks = self._layout, self._layout.replicas
         rank = layout.data_rank * (ranks // layout.data_size) + layout.sequence_rank
         if self.cuts:
             return self._cut_pieces(spec, writing=writing)
-        if writing and dealt and not self._sharding:
+        if writing and replicas_shared and not self._sharding:
             buffers = {name for name, _ in self._bare.named_buffers()}
             held = state.pieces(self._bare, self._optimizer, spec)
             own = [piece for piece in held if rank == 0 or piece.name not in buffers]

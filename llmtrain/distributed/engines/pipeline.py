@@ -242,14 +242,16 @@ class PipelineEngine(TorchEngine):
         own = {id(p) for n, p in state.named_parameters(self._bare).items() if n in self._own}
         return [one for one in super()._counted_parameters() if id(one) in own]
 
-    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
+    def pieces(
+        self, spec: Spec, *, writing: bool, replicas_shared: bool = False
+    ) -> Iterator[Piece]:
         """See `Engine.pieces`. Each stage writes its own tensors, and reads what it has."""
         names = self._own if writing else state.named_tensors(self._bare).keys()
         kept = state.with_moments(names, spec)
         here = {
             file: {n: one for n, one in part.items() if n in kept} for file, part in spec.items()
         }
-        return super().pieces(here, writing=writing, dealt=dealt)
+        return super().pieces(here, writing=writing, replicas_shared=replicas_shared)
 
     def unequal_replicas(self, *, base: bool = False) -> dict[str, list[int]]:
         """See `TorchEngine`. Processes with the same stages are compared."""

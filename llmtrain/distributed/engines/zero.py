@@ -461,9 +461,11 @@ class DeepSpeedEngine(Engine):
         """See `Engine.create_state`. DeepSpeed itself creates moments only in its first step."""
         create_state(self._zero)
 
-    def pieces(self, spec: Spec, *, writing: bool, dealt: bool = False) -> Iterator[Piece]:
+    def pieces(
+        self, spec: Spec, *, writing: bool, replicas_shared: bool = False
+    ) -> Iterator[Piece]:
         """See `Engine.pieces`. They are ranges of the fp32 masters and of their moments."""
-        if not (writing and dealt):
+        if not (writing and replicas_shared):
             return pieces(self._held, self._zero, spec, writing=writing)
         # Frozen parameters that all ranks have in fp32 are shared out.
         same = frozenset(

@@ -32,7 +32,7 @@ LINK = "a link"  # a reason to keep a row
 _POLICY = {"keep_last", "keep_every", "keep_best"}
 _OF_A_RUN = (contents.CONFIG, contents.STATUS, contents.METRICS)
 
-Told = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, bytes read so far
+OnProgress = Callable[[str, int, int], object]  # name of a checkpoint, its bytes, bytes read so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def look(path: Path) -> Listing:
 def verify(
     path: Path,
     name: str | None = None,
-    told: Told = lambda name, size, done: None,
+    on_progress: OnProgress = lambda name, size, done: None,
     *,
     hashed: bool = False,
 ) -> Iterator[Verified]:
@@ -172,7 +172,7 @@ def verify(
         raise UserError(Problem("NAME", asked, expected, f"there are {', '.join(names) or 'none'}"))
     if asked is None and not names:
         raise UserError(Problem("RUN", path, "a run with a complete checkpoint; it has none"))
-    found = verify_each(place.root, [asked] if asked else names, told)
+    found = verify_each(place.root, [asked] if asked else names, on_progress)
     if not hashed:
         return found
     return (
@@ -301,7 +301,7 @@ def run_id_of(place: CheckpointPath) -> str | None:
     return None
 
 
-def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verified]:
+def verify_each(root: Path, names: Sequence[str], on_progress: OnProgress) -> Iterator[Verified]:
     """Compare every byte of these checkpoints. Raises RunError 74 if the disk cannot be read.
 
     A checkpoint that disappears meanwhile, as in a live run, is left out.
@@ -309,7 +309,7 @@ def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verifi
     for name in names:
         path, size, start = root / name, _bytes(root / name), time.perf_counter()
         try:
-            problems, other_format = _problems(path, functools.partial(told, name, size))
+            problems, other_format = _problems(path, functools.partial(on_progress, name, size))
         except OSError as error:
             if path.is_dir():
                 raise _no_answer(path, error) from error
@@ -317,17 +317,17 @@ def verify_each(root: Path, names: Sequence[str], told: Told) -> Iterator[Verifi
             yield Verified(name, size, time.perf_counter() - start, problems, other_format)
 
 
-def _problems(path: Path, told: Callable[[int], object]) -> tuple[tuple[Problem, ...], bool]:
+def _problems(path: Path, on_progress: Callable[[int], object]) -> tuple[tuple[Problem, ...], bool]:
     """Return the problems of a checkpoint, and whether it only has another format."""
     done = 0
 
     def more(size: int) -> None:
         nonlocal done
         done += size
-        told(done)
+        on_progress(done)
 
     try:
-        return tuple(read.verify(path, told=more)), False
+        return tuple(read.verify(path, on_progress=more)), False
     except UserError as error:
         return error.problems, True
 

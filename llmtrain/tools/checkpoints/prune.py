@@ -67,7 +67,7 @@ def prune(
     *,
     yes: bool = False,
     set_aside: bool = False,
-    told: look.Told = lambda name, size, done: None,
+    on_progress: look.OnProgress = lambda name, size, done: None,
 ) -> Pruned:
     """Find checkpoints that a run's policy does not keep, and the left-overs of earlier starts.
 
@@ -97,7 +97,7 @@ def prune(
         plan = _plan(found, set_aside)
         if plan.goes:
             stays = [row.name for row in plan.stays if row.kind == COMPLETE]
-            verified = look.verify_each(found.root, stays, told)  # every byte
+            verified = look.verify_each(found.root, stays, on_progress)  # every byte
             _refuse((one.name, [f"{p.key}: {p.value}" for p in one.problems]) for one in verified)
             _delete(found, plan.goes)
     return replace(plan, deleted=True)

@@ -48,7 +48,7 @@ _DOCUMENTS = 8  # held-out documents that are evaluated
 _TAIL_LINES = 12
 _SHOWN = 5
 
-Told = Callable[[str], object]
+OnProgress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,12 @@ def rehearse_sizes(
     config_file: str,
     overrides: Sequence[str] = (),
     sizes: Sequence[int] = (1, 2),
-    told: Told = lambda text: None,
+    on_progress: OnProgress = lambda text: None,
 ) -> RehearsedSizes:
     """Train the first steps of a run with `training.same_bits` on each number of processes.
 
     sizes: numbers of processes
-    told: called with a description of each run before it starts
+    on_progress: called with a description of each run before it starts
 
     Raises UserError before anything is started, also for a config without `same_bits`, and
     RunError as `rehearse` does.
@@ -172,7 +172,7 @@ def rehearse_sizes(
         later.callback(shutil.rmtree, folder)
         launches, hashes = list[RehearsedLaunch](), list[str]()
         for size in several:
-            told(f"{steps} steps, {_words(size)}")
+            on_progress(f"{steps} steps, {_words(size)}")
             run_dir = folder / f"{size}"
             _start(later, config_file, f"{size}", run_dir, shared, size, {})
             launches.append(_last_start(run_dir))
@@ -190,14 +190,14 @@ def rehearse(
     kill_at: int = KILL_AT,
     to: str | None = None,
     processes: int | None = None,
-    told: Told = lambda text: None,
+    on_progress: OnProgress = lambda text: None,
 ) -> Rehearsal:
     """Train one run straight, kill and resume another, and compare the two.
 
     kill_at: the step in which the processes are killed
     to: strategy of the resumed run; None = the same as before
     processes: of the resumed run; None = the same as before: one for each GPU, or two on CPUs
-    told: called with a description of each run before it starts
+    on_progress: called with a description of each run before it starts
 
     Raises UserError before anything is started, and RunError, with the exit code, if a start ended
     otherwise than expected; the message names its directory, which is kept.
@@ -219,13 +219,13 @@ def rehearse(
         later.callback(shutil.rmtree, folder)
         straight, killed = folder / "straight", folder / "killed"
         start = partial(_start, later, config_file)
-        told(f"{kill_at + 2} steps straight, {_words(world_size)}")
+        on_progress(f"{kill_at + 2} steps straight, {_words(world_size)}")
         start("straight", straight, shared, world_size, {})
         # A CPU is timed, and twice may be answered otherwise.
         shared.append(f"training.precision={FrozenChoices(straight, '').precision}")
-        told(f"the same, killed in step {kill_at}")
+        on_progress(f"the same, killed in step {kill_at}")
         start("killed", killed, shared, world_size, fault)
-        told(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")
+        on_progress(f"the same, resumed{f' under {to}' * bool(to)}, {_words(again)}")
         start("resumed", killed, [*shared, *other], again, {})
         compared = compare(straight, killed)
         if compared.differences:

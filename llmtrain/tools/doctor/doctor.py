@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from llmtrain import system
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import files
+from llmtrain.checkpoint.disk import check_room, most_at_once, probe_directory
 from llmtrain.config.binding import data_settings
 from llmtrain.config.checks import same_bits_in_words
 from llmtrain.config.load import load_config
@@ -102,7 +102,7 @@ def directory(context: DoctorContext) -> Verdict:
     try:
         with tempfile.TemporaryDirectory(prefix=".llmtrain-doctor-", dir=place) as folder:
             start = time.perf_counter()
-            files.probe_directory(Path(folder))
+            probe_directory(Path(folder))
             seconds = time.perf_counter() - start
             held = _lock(Path(folder) / contents.LOCK, context)
     except OSError as failed:
@@ -271,7 +271,7 @@ def _plan(context: DoctorContext) -> Verdict:
         return warning(f"{found.reason}; {layout.strategy} is taken", remedy)
     kind = "process" if hardware.cpu else "device"
     count = f"{hardware.devices} {kind}{'es' * hardware.cpu if hardware.devices > 1 else ''}"
-    kept = files.most_at_once(config.checkpoint, config.training.steps or 0)
+    kept = most_at_once(config.checkpoint, config.training.steps or 0)
     placed = strategy_in_words({"strategy": layout.strategy} | cut.to_json())
     fits = ok(
         f"{placed} on {count}, micro-batch {layout.micro_batch_size} × "
@@ -340,7 +340,7 @@ def disk(context: DoctorContext) -> Verdict:
     keep, steps = context.run.checkpoint, context.run.training.steps
     once = checkpoint_bytes(described[0].shape)
     count = once // int(keep.shard_gb * 2**30) + 1 + _SMALL_FILES
-    needed = files.check_room(run_dir / contents.CHECKPOINTS, keep, steps or 0, once, count)
+    needed = check_room(run_dir / contents.CHECKPOINTS, keep, steps or 0, once, count)
     free = shutil.disk_usage(_existing(run_dir)).free
     found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:
@@ -536,7 +536,7 @@ def doctor(
     accelerate_file: Path | None = None,
     skip: Collection[str] = (),
     env: Mapping[str, str] | None = None,
-    told: Callable[[str], None] = lambda name: None,
+    on_progress: Callable[[str], None] = lambda name: None,
     nodes: Nodes | None = None,
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield name and result of a check for everything that a start of this config relies on.
@@ -545,7 +545,7 @@ def doctor(
     accelerate_file: the file that the run is to be launched with
     skip: names of checks that are left out
     env: the environment to check, in place of this process's
-    told: called with the name of each check before it runs, as some take a while
+    on_progress: called with the name of each check before it runs, as some take a while
     nodes: the machines, if they may come and go
 
     Raises UserError at the call, for an unknown name in `skip`, and for overrides or `nodes`
@@ -562,7 +562,7 @@ def doctor(
         raise UserError(Problem("--nodes", asked, "a config whose batch they divide"))
     read = None if config_file is None else partial(load_config, config_file, overrides)
     env = dict(os.environ if env is None else env)
-    checks = _checks(read, accelerate_file, nodes, env, skip, told)
+    checks = _checks(read, accelerate_file, nodes, env, skip, on_progress)
     return ((name, verdict) for name, verdict in checks if name not in skip)
 
 
@@ -572,7 +572,7 @@ def _checks(
     nodes: Nodes | None,
     env: Mapping[str, str],
     skip: Collection[str],
-    told: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield all checks. What depends on a config or file that does not load is not checked."""
     config = launch = None
@@ -596,5 +596,5 @@ def _checks(
     looks = OF_MACHINE | (OF_CONFIG if config else {}) | {ALL_REDUCE: machine.all_reduce}
     for name, look in looks.items():
         if name not in skip:
-            told(name)
+            on_progress(name)
             yield name, run_check(partial(look, context))

@@ -39,7 +39,7 @@ from llmtrain.model.tokenizer import save_tokenizer
 from llmtrain.pairs import PairTensors, pair_figures
 from llmtrain.rundir import contents
 from llmtrain.tools.use.load import LoadedModel, open_model
-from llmtrain.tools.use.packed import Told
+from llmtrain.tools.use.packed import OnProgress
 from llmtrain.tools.use.target import Target, find_target
 from llmtrain.training.step import target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
@@ -83,7 +83,7 @@ class Comparison:
 
 
 def compare_answers(
-    target: Target, given: str, reference: str | Path | None, told: Told
+    target: Target, given: str, reference: str | Path | None, on_progress: OnProgress
 ) -> tuple[Evaluation, Comparison]:
     """Score the pairs of a file, directory or data set by a model, then by its reference.
 
@@ -108,7 +108,7 @@ def compare_answers(
         place = Path(folder)
         save_tokenizer(str(run / contents.TOKENIZER if run else target.directory), None, place)
         answers = read_answers(given, place, opened.positions, chat, asked)
-    sums, known = score_answers(opened, answers, asked, told), None
+    sums, known = score_answers(opened, answers, asked, on_progress), None
     if reference is not None:
         ids = opened.tokenizer(list(PROBES), add_special_tokens=False).input_ids
         del opened  # one model at a time
@@ -117,7 +117,7 @@ def compare_answers(
             expected = f"a model with the tokenizer of {target.given}"
             remedy = "without --data, a run's pairs are compared with its own start"
             raise UserError(Problem(REFERENCE_KEY, reference, expected, remedy))
-        known = score_answers(other, answers, asked, told)
+        known = score_answers(other, answers, asked, on_progress)
     found = replace(_figures(answers, sums, known, asked), seconds=perf_counter() - start)
     named = None if reference is None else str(reference)
     return found, Comparison(asked.loss, asked.beta, named, answers.left_out)
@@ -184,7 +184,10 @@ def _sources(
 
 
 def score_answers(
-    opened: LoadedModel, answers: AnswersOfFile, preference: PreferenceConfig, told: Told
+    opened: LoadedModel,
+    answers: AnswersOfFile,
+    preference: PreferenceConfig,
+    on_progress: OnProgress,
 ) -> np.ndarray:
     """Return Σ log p of both answers of each pair, or their scores, (N, 2) fp64."""
     import numpy as np
@@ -199,7 +202,7 @@ def score_answers(
     found: list[np.ndarray] = []
     with torch.no_grad():
         for batch in _batches(answers.pairs):
-            told(sum(len(one) for one in found), len(answers.pairs))
+            on_progress(sum(len(one) for one in found), len(answers.pairs))
             (inputs, targets), device = _rows(batch), opened.device
             row: MicroBatch = {"input_ids": on_device(device, inputs)}
             row |= target_keywords(targets, device, whole=False)

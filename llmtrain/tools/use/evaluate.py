@@ -19,7 +19,7 @@ A smaller stride gives more context to each token and costs more time. Every tok
 
 Tasks, of lm-eval's own collection or described in a file, are run by lm-eval. The trap: it lets a
 tokenizer add its begin token to a text that it has put a begin token in front of already, and
-scores the second one. So it is told to let the tokenizer add none.
+scores the second one. So it is on_progress to let the tokenizer add none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from llmtrain.text import first_line
 from llmtrain.tools.use import packed
 from llmtrain.tools.use.answers import REFERENCE_KEY, Comparison, compare_answers, has_pairs
 from llmtrain.tools.use.load import LoadedModel, open_model
-from llmtrain.tools.use.packed import HeldOutOfRun, Told
+from llmtrain.tools.use.packed import HeldOutOfRun, OnProgress
 from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
 from llmtrain.training.evaluate import figures
 from llmtrain.types import NOT_TRAINED, Evaluation, JsonMapping, JsonObject
@@ -63,7 +63,7 @@ _LOGITS_BYTES = 256 << 20  # of a batch; a single window may have more
 
 
 def score_rolling(
-    opened: LoadedModel, texts: Iterable[str], stride: int | None, told: Told
+    opened: LoadedModel, texts: Iterable[str], stride: int | None, on_progress: OnProgress
 ) -> Evaluation:
     """Score each text alone. bits_per_byte: over the UTF-8 bytes of the texts.
 
@@ -84,7 +84,7 @@ def score_rolling(
     def count_windows() -> Iterator[Window]:
         nonlocal documents, num_bytes, tokens
         for text in texts:
-            told(documents, 0)
+            on_progress(documents, 0)
             ids = opened.tokenizer.encode(text, add_special_tokens=False, verbose=False)
             documents, tokens = documents + 1, tokens + len(ids)
             num_bytes += len(text.encode())
@@ -348,7 +348,7 @@ def evaluate(
     tasks: Sequence[str] = (),
     stride: int | None = None,
     chat: bool = False,
-    told: Told = lambda done, of: None,
+    on_progress: OnProgress = lambda done, of: None,
 ) -> Evaluated:
     """Measure a model, without training anything and without writing to its run.
 
@@ -363,7 +363,7 @@ def evaluate(
     tasks: names of lm-eval's tasks, or YAML files that describe one
     stride: tokens that a window of a long document scores; None = the model's positions
     chat: whether tasks go through the model's chat template
-    told: called with how much is done, and of how much (0 = not known)
+    on_progress: called with how much is done, and of how much (0 = not known)
 
     Raises UserError for bad input, RunError if the disk or the network fails.
     """
@@ -372,7 +372,7 @@ def evaluate(
         other = named | {"--tasks": ",".join(tasks), "--chat": chat}
         expected = f"left out: {OPTION} scores the held-out set of that run"
         raise_any(Problem(key, value, expected) for key, value in other.items() if value)
-        return _evaluate_as(str(model_or_run), Path(as_run), told)
+        return _evaluate_as(str(model_or_run), Path(as_run), on_progress)
     target = find_target(str(model_or_run))
     check_tasks(tasks)
     if chat and not tasks:
@@ -383,9 +383,9 @@ def evaluate(
     figures, compared = None, None
     if measured is not None:
         opened = open_model(target, precision=measured.precision, seq_len=measured.seq_len)
-        figures = packed.score(opened, measured, told)
+        figures = packed.score(opened, measured, on_progress)
     elif data is not None:
-        figures, compared = _on_documents(target, str(data), reference, stride, told)
+        figures, compared = _on_documents(target, str(data), reference, stride, on_progress)
     scores = run_tasks(open_model(target), tasks, chat=chat) if tasks else {}
     split, place = "heldout" if data is None else str(data), (target.directory, target.step)
     return Evaluated(*place, split, figures, scores, compared=compared)
@@ -408,7 +408,11 @@ def _check_use(
 
 
 def _on_documents(
-    target: Target, given: str, reference: str | Path | None, stride: int | None, told: Told
+    target: Target,
+    given: str,
+    reference: str | Path | None,
+    stride: int | None,
+    on_progress: OnProgress,
 ) -> tuple[Evaluation, Comparison | None]:
     """Score documents that are in no run, or pairs of answers. The arguments: as of `evaluate`."""
     texts = None
@@ -419,19 +423,19 @@ def _on_documents(
         if not of_columns or given.endswith(_YAML) or not has_pairs(given):
             raise
     if texts is not None:
-        return score_rolling(open_model(target), texts, stride, told), None
+        return score_rolling(open_model(target), texts, stride, on_progress), None
     if stride is not None:
         expected = "left out with pairs of answers, which are scored whole"
         raise UserError(Problem("--stride", stride, expected))
-    return compare_answers(target, given, reference, told)
+    return compare_answers(target, given, reference, on_progress)
 
 
-def _evaluate_as(given: str, run_dir: Path, told: Told) -> Evaluated:
+def _evaluate_as(given: str, run_dir: Path, on_progress: OnProgress) -> Evaluated:
     seen = seen_by(run_dir)
     measured = packed.heldout_of(run_dir, 0, OPTION)
     target = find_base(given, seen)
     opened = open_model(target, precision=seen.precision, seq_len=measured.seq_len, seen=seen)
-    figures = packed.score(opened, measured, told)
+    figures = packed.score(opened, measured, on_progress)
     return Evaluated(target.directory, target.step, "heldout", figures, as_run=run_dir)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers.generation.streamers import BaseStreamer
 
-Told = Callable[[str], object]  # gets the text as it is written
+OnText = Callable[[str], object]  # gets the text as it is written
 # Gets a conversation, its tools and the name of what is wrong, in a message; returns ids.
 ChatIds = Callable[[Sequence[Message], Tools, str], list[int]]
 _SEED_STREAM = 9  # for `mix`
@@ -80,28 +80,28 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 42,
-    told: Told = lambda text: None,
+    on_text: OnText = lambda text: None,
 ) -> Generated:
     """Return what a model writes after a prompt, or with `chat` as the answer to it.
 
     model_or_run: as for `evaluate`
-    told: called with each part of the text as soon as it is written
+    on_text: called with each part of the text as soon as it is written
 
     Raises UserError for bad input.
     """
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     if chat:
-        return next(converse(model_or_run, [prompt], sampling, told))
-    return continue_text(model_or_run, prompt, sampling, told)
+        return next(converse(model_or_run, [prompt], sampling, on_text))
+    return continue_text(model_or_run, prompt, sampling, on_text)
 
 
 def continue_text(
-    model_or_run: str | Path, prompt: str, sampling: Sampling, told: Told
+    model_or_run: str | Path, prompt: str, sampling: Sampling, on_text: OnText
 ) -> Generated:
     """Return what a model writes after a text. Arguments: as of `generate`."""
     _check_text("PROMPT", prompt)
     opened = open_writer(model_or_run, sampling)
-    return _write(opened, prompt, text_ids(opened, prompt), sampling, 0, told)
+    return _write(opened, prompt, text_ids(opened, prompt), sampling, 0, on_text)
 
 
 def _raise(error: UserError) -> None:
@@ -112,7 +112,7 @@ def converse(
     model_or_run: str | Path,
     messages: Iterable[str],
     sampling: Sampling,
-    told: Told,
+    on_text: OnText,
     forgot: Callable[[int], object] = lambda count: None,
     refused: Callable[[UserError], object] = _raise,
 ) -> Iterator[Generated]:
@@ -141,7 +141,7 @@ def converse(
             kept, ids = _shorten(asked, ids_of, opened.positions - room)
             if kept < len(asked):
                 forgot(len(asked) - kept)
-            answer = _write(opened, message, ids, sampling, number, told)
+            answer = _write(opened, message, ids, sampling, number, on_text)
         except UserError as error:
             refused(error)
             continue
@@ -243,14 +243,14 @@ def _template_of(target: Target) -> Chat | None:
 
 
 def _write(
-    opened: LoadedModel, prompt: str, ids: list[int], sampling: Sampling, turn: int, told: Told
+    opened: LoadedModel, prompt: str, ids: list[int], sampling: Sampling, turn: int, on_text: OnText
 ) -> Generated:
     """Let the model write after these ids. turn: number of the answer in a conversation."""
     from transformers import TextStreamer
 
     limit = room_for(opened, ids, sampling, "PROMPT")
     streamer = TextStreamer(opened.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    streamer.on_finalized_text = lambda text, stream_end=False: told(text)
+    streamer.on_finalized_text = lambda text, stream_end=False: on_text(text)
     (new,) = complete(opened, [ids], limit, sampling, turn, streamer)
     return as_generated(opened, prompt, new)
 

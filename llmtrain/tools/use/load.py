@@ -30,7 +30,7 @@ from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import attention, build, scorer, tokenizer as tokenizers, untrusted
 from llmtrain.model.base import CONFIG, Base, check_code
 from llmtrain.model.tokenizer import grow, rows_for, set_rows
-from llmtrain.model.trainable import BASE_FILE, CONFIG_FILE, hold_base
+from llmtrain.model.trainable import BASE_FILE, hold_base
 from llmtrain.text import first_line
 from llmtrain.tools.use import tensors
 from llmtrain.tools.use.target import (
@@ -124,11 +124,11 @@ def base_of_adapter(directory: Path) -> Base:
     named = _json(directory / BASE_FILE).get("base") if (directory / BASE_FILE).exists() else None
     if isinstance(named, dict) and named.get("path"):
         return Base(str(named["path"]), named.get("revision"), named.get("digest"))
-    settings = _json(directory / CONFIG_FILE)
+    settings = _json(directory / untrusted.ADAPTER_CONFIG)
     if path := settings.get("base_model_name_or_path"):
         return Base(str(path), settings.get("revision"), None)
     expected = "an adapter that names the model that it was trained on"
-    raise UserError(Problem(str(directory / CONFIG_FILE), None, expected))
+    raise UserError(Problem(str(directory / untrusted.ADAPTER_CONFIG), None, expected))
 
 
 def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.nn.Parameter]:
@@ -143,7 +143,7 @@ def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.n
     with warnings.catch_warnings():
         # That the weights of a Conv1D lie the other way round; peft finds that out by itself.
         warnings.simplefilter("ignore", UserWarning)
-        with _read_by_peft(str(directory / CONFIG_FILE)):
+        with _read_by_peft(str(directory / untrusted.ADAPTER_CONFIG)):
             inject_adapter_in_model(_lora_config(directory), model, low_cpu_mem_usage=True)
     own = get_peft_model_state_dict(
         model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
@@ -169,7 +169,8 @@ def attach_adapter(model: PreTrainedModel, directory: Path) -> set[str]:
 def _lora_config(directory: Path) -> LoraConfig:
     from peft import LoraConfig
 
-    file, settings = str(directory / CONFIG_FILE), _json(directory / CONFIG_FILE)
+    path = directory / untrusted.ADAPTER_CONFIG
+    file, settings = str(path), _json(path)
     if (kind := settings.get("peft_type")) != "LORA":
         raise UserError(Problem(file, kind, "a LoRA adapter (peft_type LORA)"))
     try:
@@ -392,7 +393,10 @@ def config_below(target: Target, base: Path) -> PreTrainedConfig:
     Adapters may make a model that scores of one that writes. Raises UserError as `config_of`.
     """
     config = config_of(base)
-    if target.is_adapter and _json(target.directory / CONFIG_FILE).get("task_type") == "SEQ_CLS":
+    if (
+        target.is_adapter
+        and _json(target.directory / untrusted.ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+    ):
         tokens = tokenizers.special_tokens(target.directory)
         scorer.make_scorer(config, tokens.eos, tokens.pad)
     return config

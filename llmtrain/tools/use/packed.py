@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-Told = Callable[[int, int], object]  # done so far, of how many; 0 = not known
+OnProgress = Callable[[int, int], object]  # done so far, of how many; 0 = not known
 Model = Callable[..., "torch.Tensor"]  # called as `LossModule.forward`
 Hidden = Callable[["np.ndarray", Sequence["np.ndarray"]], MicroBatch]  # as `score_blocks` takes it
 
@@ -137,7 +137,7 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
     )
 
 
-def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation:
+def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) -> Evaluation:
     """Score every held-out token, or pair of answers, of a run once.
 
     Raises UserError for a model that cannot hide documents from each other where the run does, or
@@ -169,7 +169,7 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
                 return padding_tensors(labels, device, by_length=by_length, routed=False)
             return {}
 
-        how = (device, cast, hidden, told)
+        how = (device, cast, hidden, on_progress)
         if measured.preference is None:
             found = _score_tokens(measured, *how)
         else:
@@ -177,18 +177,22 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, told: Told) -> Evaluation
     return replace(found, seconds=time.perf_counter() - start)
 
 
-def _rounds(measured: HeldOutOfRun, told: Told) -> Iterator[tuple[int, list[int]]]:
+def _rounds(measured: HeldOutOfRun, on_progress: OnProgress) -> Iterator[tuple[int, list[int]]]:
     """Yield the rank and the blocks of each round of each rank of the run."""
     of = measured.groups
     for rank in range(of):
         rounds = rounds_of(measured.held, measured.seq_len, rank, of, measured.micro_batch_size)
         for number, blocks in enumerate(rounds, rank * len(rounds)):
-            told(number, of * len(rounds))
+            on_progress(number, of * len(rounds))
             yield rank, blocks
 
 
 def _score_tokens(
-    measured: HeldOutOfRun, device: torch.device, model: Model, hidden: Hidden, told: Told
+    measured: HeldOutOfRun,
+    device: torch.device,
+    model: Model,
+    hidden: Hidden,
+    on_progress: OnProgress,
 ) -> Evaluation:
     import torch
 
@@ -200,7 +204,7 @@ def _score_tokens(
     how = (device, rank_layout(0, 1), model, shown, hidden)
     scored = [
         reduce(torch.add, [score_blocks(held, blocks, seq_len, *how) for _, blocks in own])
-        for _, own in groupby(_rounds(measured, told), itemgetter(0))
+        for _, own in groupby(_rounds(measured, on_progress), itemgetter(0))
     ]
     return result(reduce(torch.add, scored).tolist(), held)
 
@@ -211,7 +215,7 @@ def _score_pairs(
     device: torch.device,
     model: Model,
     hidden: Hidden,
-    told: Told,
+    on_progress: OnProgress,
 ) -> Evaluation:
     import numpy as np
     import torch
@@ -219,7 +223,7 @@ def _score_pairs(
     held, seq_len, single = measured.held, measured.seq_len, measured.packing == "single"
     column = _reference(measured.run_dir) if asked.has_reference else None
     scored = []
-    for _, blocks in _rounds(measured, told):
+    for _, blocks in _rounds(measured, on_progress):
         found = [held.block(g, seq_len) for g in blocks]
         ids, labels, starts = (list(one) for one in zip(*found, strict=True))
         inputs, targets = np.stack(ids)[:, :-1].astype(np.int64), np.stack(labels)
@@ -238,7 +242,7 @@ def _score_pairs(
         row["pairs"] = pair_tensors(*own, halves=single)
         parts = torch.from_numpy(held.pair_parts(blocks, seq_len))
         scored.append(Scores(model(each=True, **row), row["pairs"], parts))
-    sums = pair_totals(scored, asked, device, max(1, len(held.parts)), told=True)
+    sums = pair_totals(scored, asked, device, max(1, len(held.parts)), tells=True)
     return pair_result(sums.tolist(), held)
 
 

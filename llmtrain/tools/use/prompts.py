@@ -89,7 +89,7 @@ def complete_file(
     sampling: generate.Sampling,
     *,
     chat: bool,
-    told: Callable[[int, int], object],
+    on_progress: Callable[[int, int], object],
 ) -> Completed:
     """Write what a model writes after each prompt of a file, as JSONL, to a new file.
 
@@ -98,7 +98,7 @@ def complete_file(
     out: appears when it is complete. Each row is that of `file` with `completion`, `tokens`, and
         `ended`: whether the model ended it itself
     chat: whether a prompt that is a text is a message of the user
-    told: called with how many are done, and of how many
+    on_progress: called with how many are done, and of how many
 
     With a temperature above 0, what is drawn depends on the whole file. Raises UserError for bad
     lines, which it names, and for an `out` that exists or cannot be written.
@@ -115,7 +115,7 @@ def complete_file(
     lengths = [len(ids) for ids in rows]
     written: dict[int, list[int]] = {}
     for number, batch in enumerate(batches(lengths, limits, find_kind(opened, rows))):
-        told(len(written), len(rows))
+        on_progress(len(written), len(rows))
         limit = limits[batch[0]]
         new = generate.complete(opened, [rows[n] for n in batch], limit, sampling, number)
         written |= zip(batch, new, strict=True)

@@ -34,7 +34,7 @@ from llmtrain.config.schema import Config, PreferenceConfig
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
-from llmtrain.model import tokenizer as tokenizers, trainable
+from llmtrain.model import tokenizer as tokenizers, trainable, untrusted
 from llmtrain.model.base import Base
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import FrozenChoices, read_status
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 KEY = "MODEL_OR_RUN"
 _EXPECTED = "a run, a checkpoint, a model directory, or a model of the Hub"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_MODEL_FILES = ("config.json", "adapter_config.json")
+_MODEL_FILES = ("config.json", untrusted.ADAPTER_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Target:
     @property
     def is_adapter(self) -> bool:
         """Whether these are adapters, which need the model that they were trained on."""
-        return (self.directory / "adapter_config.json").is_file()
+        return (self.directory / untrusted.ADAPTER_CONFIG).is_file()
 
 
 def find_target(given: str, revision: str | None = None) -> Target:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint import files as disk, format as form
+from llmtrain.checkpoint import disk, format as form
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, needed_on_disk
 from llmtrain.types import Spec, TensorSpec
 

@@ -28,21 +28,21 @@ _DEVIATIONS = 6
 _NORMAL = 1.4826  # σ of normal noise divided by the median distance to its median
 _LEAST_DEVIATION = 0.01  # nats; for a loss that hardly varies, where any change would be a spike
 
-Tell = Callable[..., object]  # event, step, details
+ReportEvent = Callable[..., object]  # event, step, details
 
 
 @dataclass(slots=True)
 class Guards:
     """The checks of each step's numbers, which are equal on all ranks, so all raise or none does.
 
-    tell: reports an event
+    report_event: reports an event
 
     Losses of an earlier start are not known.
     """
 
     config: TrainingConfig
     skipped_in_a_row: int
-    tell: Tell
+    report_event: ReportEvent
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _spiking: bool = False
@@ -74,7 +74,7 @@ class Guards:
                 above = numbers.loss > usual + _DEVIATIONS * sigma
                 if above and not self._spiking:
                     values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
-                    self.tell("loss_spike", numbers.step, **values)
+                    self.report_event("loss_spike", numbers.step, **values)
             self._spiking = above
             self._losses.append(numbers.loss)
             return
@@ -85,11 +85,13 @@ class Guards:
             raise _divergence(numbers, f"{self.skipped_in_a_row} updates in a row skipped")
 
 
-def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell) -> None:
+def check_replicas(
+    differing: Mapping[str, Sequence[int]], step: int, report_event: ReportEvent
+) -> None:
     """Raise RunError (75) if replicas differ, so that none of them is saved.
 
     differing: from `Engine.unequal_replicas`, the same on all ranks
-    tell: reports an event
+    report_event: reports an event
     """
     if not differing:
         return
@@ -97,7 +99,7 @@ def check_replicas(differing: Mapping[str, Sequence[int]], step: int, tell: Tell
     names = [f"{name} (rank {', '.join(map(str, named))})" for name, named in differing.items()]
     for name in names:
         _log.error("replicas differ at step %d in %s", step, name)
-    tell("replicas_differ", step, ranks=ranks, count=len(names), names=names[:_NAMED])
+    report_event("replicas_differ", step, ranks=ranks, count=len(names), names=names[:_NAMED])
     raise RunError(
         f"replicas hold different weights at step {step}: {first_few(names, _NAMED)}",
         RESTARTABLE,

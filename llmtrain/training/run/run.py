@@ -129,9 +129,9 @@ class DataSide:
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """The model, bare and prepared for its strategy.
+    """The model, and the module that is prepared for its strategy.
 
-    loss: the module around `bare` that computes the loss; `prepared` is it, or is around it
+    loss: the module around `model` that computes the loss; `prepared` is it, or is around it
     spec: the tensors of its checkpoints
     held_before: bytes in use on the device, on a CPU by the process, before there was a model
     adapter: the files beside an adapter's tensors, by name; {} if all weights are trained
@@ -140,7 +140,7 @@ class ModelSide:
         is nothing to hide
     """
 
-    bare: PreTrainedModel
+    model: PreTrainedModel
     loss: LossModule
     prepared: nn.Module
     spec: Spec
@@ -180,8 +180,8 @@ class Saves:
 
     policy: the section that names the checkpoints to keep
     writer: the background writer; None if checkpoints are written in line
-    sent: whether ranks send their parts to rank 0, which writes; with collectives, so in line
-    dealt: whether tensors that all ranks have copies of are divided among the ranks for writing
+    rank0_writes: whether ranks send their parts to rank 0; with collectives, so in line
+    replicas_shared: whether the ranks divide the writing of what all of them have copies of
     flight: the checkpoint in flight
     kept: names of the checkpoints that existed after the last retention (rank 0)
     failed_in_a_row: number of saves in a row that failed
@@ -191,8 +191,8 @@ class Saves:
 
     policy: CheckpointConfig
     writer: Writer | None
-    sent: bool
-    dealt: bool
+    rank0_writes: bool
+    replicas_shared: bool
     flight: Flight | None = None
     kept: set[str] = field(default_factory=set)
     failed_in_a_row: int = 0

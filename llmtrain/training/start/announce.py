@@ -182,7 +182,7 @@ def _summary(run: Run, trainable: int) -> list[str]:
     return [
         *_devices(devices, run.ranks.world_size),
         f"threads   {threads.count} a process ({threads.why})",
-        f"model     {type(run.built.bare).__name__}, {trainable:,} trainable parameters",
+        f"model     {type(run.built.model).__name__}, {trainable:,} trainable parameters",
         f"strategy  {place}: {why}",
         f"batch     {size} blocks{pairs} = {rows}, of {manifest.seq_len} tokens{grows}",
         f"data      {sources}, {manifest.lanes} lanes, {run.data.tokenizer.length:,} tokens",

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from llmtrain.checkpoint import files, format as form
+from llmtrain.checkpoint import disk, format as form
 from llmtrain.config import schema, secrets
 from llmtrain.config.binding import bind, changes, dump, refusals
 from llmtrain.config.checks import Rule
@@ -93,7 +93,7 @@ def claim(
         run_id = known.get("run_id") or _last(_outline(run_dir), "start", "run_id", str)
         run_id = run_id or _find_saved_run(run_dir) or uuid.uuid4().hex
     with RunLock(run_dir, run_id, wait=wait, handed_over=REGROUP in os.environ) as lock:
-        files.probe_directory(run_dir)
+        disk.probe_directory(run_dir)
         record = _outline(run_dir)
         started = any(line["kind"] == "start" for line in record)
         newest = known.get("checkpoint") or _last(record, "checkpoint", "name", str)

@@ -294,7 +294,7 @@ def check_base(config: schema.Config, base: Base | None, found: ResumePoint) -> 
     if not beside.is_file():
         return
     if config.adapter.kind == "none" or base is None:
-        read.refuse_adapters(found, [trainable.CONFIG_FILE])
+        read.refuse_adapters(found, [untrusted.ADAPTER_CONFIG])
     else:
         trainable.refuse_other_base(beside.read_bytes(), base, found.name)
 

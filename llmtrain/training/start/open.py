@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from llmtrain.checkpoint.files import Patience
+from llmtrain.checkpoint.disk import Patience
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import bind
 from llmtrain.config.schema import Config
@@ -133,8 +133,8 @@ def _open_run_dir(config: Config, stack: ExitStack) -> Here:
     journal = stack.enter_context(
         closing(Journal(run_dir, rank, place.lock, begun=place.begun, ended=place.ended))
     )
-    tell = Busy(journal.progress).look
-    watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes, tell))
+    show = Busy(journal.progress).look
+    watchdog = stack.enter_context(watching(journal, config.distributed.timeout_minutes, show))
     here = Here(place, signals, logfile, journal, watchdog)
     if rank == 0:
         journal.step = place.step

@@ -28,7 +28,7 @@ import numpy as np
 from llmtrain import faults, system
 from llmtrain.agreement import agreed, on_rank_zero
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.files import StoppedError
+from llmtrain.checkpoint.disk import StoppedError
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import data_settings, is_accepted, way_out
 from llmtrain.config.schema import Config

@@ -17,7 +17,7 @@ from pathlib import Path
 from llmtrain import system
 from llmtrain.agreement import agreed, on_rank_zero
 from llmtrain.checkpoint import candidates, format as form, read
-from llmtrain.checkpoint.files import Patience
+from llmtrain.checkpoint.disk import Patience
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config

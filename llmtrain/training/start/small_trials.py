@@ -100,7 +100,7 @@ def _tried(config: PreTrainedConfig, seq_len: int) -> PreTrainedModel | None:
     """
     model = small_model(config)
     if model is not None:
-        attention.install(model, seq_len, tell=False)
+        attention.install(model, seq_len, log_reason=False)
         with torch.no_grad():
             for parameter in model.eval().parameters():
                 if parameter.ndim > 1:

@@ -22,7 +22,7 @@ from torch import nn
 
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
-from llmtrain.checkpoint.files import check_room
+from llmtrain.checkpoint.disk import check_room
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import DataManifest
@@ -56,15 +56,15 @@ _SMALL_FILES = 10  # about how many a checkpoint has: configs, tokenizer, state,
 class Built:
     """A model before it is prepared.
 
-    bare: the model that is trained
-    apart: whether `bare` is on the meta device, and its weights are only in rank 0's `whole`
-    whole: the model with its weights, if `apart` and on rank 0
+    model: the one that is trained
+    on_meta: whether `model` is on the meta device, and rank 0's `full_model` has its weights
+    full_model: the model with its weights, if `on_meta` and on rank 0
     head: the head whose loss is computed from its input; None = from logits
     """
 
-    bare: PreTrainedModel
-    apart: bool
-    whole: PreTrainedModel | None
+    model: PreTrainedModel
+    on_meta: bool
+    full_model: PreTrainedModel | None
     head: Head | None
 
 
@@ -90,32 +90,32 @@ def build_model(
     if processes.base is not None:
         on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
     if data.chat is not None:
-        end_turns(built.bare, data.chat.ends)
-    shape.apply_checkpointing(built.bare, processes.planned.layout.activation_checkpointing)
-    if count := compile_blocks(built.bare, compiled):
+        end_turns(built.model, data.chat.ends)
+    shape.apply_checkpointing(built.model, processes.planned.layout.activation_checkpointing)
+    if count := compile_blocks(built.model, compiled):
         _log.info("compiling %s (%d modules) at their first forward", compiled, count)
-    optimizer = make_optimizer(built.bare, config.optimizer, fused=not config.training.same_bits)
-    spec = tensors.spec(built.bare, optimizer, int(config.checkpoint.shard_gb * 2**30))
+    optimizer = make_optimizer(built.model, config.optimizer, fused=not config.training.same_bits)
+    spec = tensors.spec(built.model, optimizer, int(config.checkpoint.shard_gb * 2**30))
     root, size = config.run_dir / contents.CHECKPOINTS, tensors.bytes_of(spec)
     room = (root, config.checkpoint, config.total_steps, size, len(spec) + _SMALL_FILES)
     on_rank_zero(launched.ranks, lambda: check_room(*room, processes.run_id))
     if (group := launched.groups.sequence) is not None:
         ours = sequence.exchanged(attention.attention, group)
-        attention.use(built.bare, attention.backend(built.bare), ours)
+        attention.use(built.model, attention.backend(built.model), ours)
     prepared = _prepare(config, built, processes, optimizer)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
     if group is not None:
-        trials.check_parts(built.bare, prepared, data, precision, launched)
-    hiding = trials.hiding_attention(built.bare, prepared, data, precision, launched)
-    trial = _trial(config, built.bare, prepared, launched, hiding, compiled, data)
+        trials.check_parts(built.model, prepared, data, precision, launched)
+    hiding = trials.hiding_attention(built.model, prepared, data, precision, launched)
+    trial = _trial(config, built.model, prepared, launched, hiding, compiled, data)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)
     if family(launched.strategy) != "zero":  # its backward reduces into the optimizer's buffers
         trials.discarded_pass(trial, micro_batch_size)
-    beside = frozen.adapter_files(config, processes, built.bare, spec)
+    beside = frozen.adapter_files(config, processes, built.model, spec)
     loss = next(part for part in prepared.modules() if isinstance(part, LossModule))
     return ModelSide(
-        built.bare, loss, prepared, spec, micro_batch_size, held_before, beside, compiled, hiding
+        built.model, loss, prepared, spec, micro_batch_size, held_before, beside, compiled, hiding
     )
 
 
@@ -163,9 +163,9 @@ def _keep_generation(built: Built, found: ResumePoint | None) -> None:
 
     saved = found.path / GENERATION_CONFIG_NAME if found else None
     if saved is not None and saved.is_file():
-        built.bare.generation_config = GenerationConfig.from_pretrained(saved.parent)
-    elif built.whole is not None:
-        built.bare.generation_config = built.whole.generation_config
+        built.model.generation_config = GenerationConfig.from_pretrained(saved.parent)
+    elif built.full_model is not None:
+        built.model.generation_config = built.full_model.generation_config
 
 
 def _build(
@@ -229,37 +229,37 @@ def _choose(config: Config, processes: Processes, asked: str, head: Head | str) 
 
 
 def _prepare(
-    config: Config, model: Built, processes: Processes, optimizer: torch.optim.Optimizer
+    config: Config, built: Built, processes: Processes, optimizer: torch.optim.Optimizer
 ) -> nn.Module:
     """Return the module whose forward is called, prepared by the engine. Collective.
 
-    Its weights are loaded. Afterwards `model.whole` is on the meta device too.
+    Its weights are loaded. Afterwards `built.full_model` is on the meta device too.
     """
     launched, kernel = processes.launched, processes.auto.loss_kernel or "logits"
     z_loss = config.training.z_loss
     preference = config.preference if config.preference.answers else None
-    loss = LossModule(model.bare, model.head, kernel=kernel, z_loss=z_loss, preference=preference)
+    loss = LossModule(built.model, built.head, kernel=kernel, z_loss=z_loss, preference=preference)
     if (group := launched.groups.sequence) is not None:
         loss.share_positions(partial(add_up, group=group))
     module: nn.Module = loss
-    sent = fsdp.named_tensors(model.bare) if model.apart else {}
+    sent = fsdp.named_tensors(built.model) if built.on_meta else {}
     if (group := launched.groups.tensor) is not None:
-        driven = tensors.names_of(optimizer, model.bare)
+        driven = tensors.names_of(optimizer, built.model)
         launched.engine.cuts = cut_model(loss, group)
-        tensors.replace_parameters(optimizer, model.bare, driven)
+        tensors.replace_parameters(optimizer, built.model, driven)
     if isinstance(launched.engine, PipelineEngine):
-        anatomy = small_trials.anatomy(model.bare.config)
+        anatomy = small_trials.anatomy(built.model.config)
         ranges = stages_of(processes.planned.shape, launched.cut, config.data.seq_len)
         schedule = config.distributed.pipeline_schedule
         launched.engine.cut_into_stages(loss, optimizer, anatomy, ranges, schedule)
-    if model.apart:
+    if built.on_meta:
         assert launched.sharding is not None
         module = fsdp.prepare_empty(module, optimizer, launched.sharding)
         own = launched.engine.cuts, launched.layout.tensor_rank, sent
-        fsdp.share_weights(model.bare, model.whole, launched.device, *own)
-        if model.whole:
-            model.whole.to("meta")
-    return launched.engine.prepare(module, model.bare, optimizer)
+        fsdp.share_weights(built.model, built.full_model, launched.device, *own)
+        if built.full_model:
+            built.full_model.to("meta")
+    return launched.engine.prepare(module, built.model, optimizer)
 
 
 def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> PreTrainedConfig:

@@ -11,7 +11,7 @@ from helpers.damage import flip, sign
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import candidates, format, format as form, read
-from llmtrain.checkpoint.files import Patience, StoppedError
+from llmtrain.checkpoint.disk import Patience, StoppedError
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import RunError, UserError
 

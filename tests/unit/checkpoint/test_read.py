@@ -17,7 +17,7 @@ from helpers.damage import flip, sign
 
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint import format, format as form, read
-from llmtrain.checkpoint.files import Patience
+from llmtrain.checkpoint.disk import Patience
 from llmtrain.errors import RunError, UserError
 from llmtrain.types import Piece, TensorSpec
 
@@ -481,9 +481,9 @@ def test_whatever_transformers_opens_it_opens_without_code_and_without_pickle():
 
 def test_a_verification_reads_every_byte_of_what_has_its_size_and_says_how_far_it_is(root):
     path, heard = root / NEWEST, []
-    assert read.verify(path, told=heard.append) == []
+    assert read.verify(path, on_progress=heard.append) == []
     assert sum(heard) == sum(entry.size for entry in form.load(path).files.values())
     (path / MODEL).write_bytes((path / MODEL).read_bytes()[:-1])
-    (wrong,) = read.verify(path, told=lambda size: heard.append(-size))
+    (wrong,) = read.verify(path, on_progress=lambda size: heard.append(-size))
     assert wrong.key == MODEL
     assert sum(heard) == form.load(path).files[MODEL].size

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from llmtrain import faults, system
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import files as disk, format as form, read, write
+from llmtrain.checkpoint import disk, format as form, read, write
 from llmtrain.types import Piece, TensorSpec
 
 MODEL = "model.safetensors"

@@ -7,7 +7,7 @@ import torch
 from helpers.tiny import lines
 
 from llmtrain.agreement import Alone, failure
-from llmtrain.checkpoint.files import StoppedError
+from llmtrain.checkpoint.disk import StoppedError
 from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.rundir import failures
 from llmtrain.rundir.status import read_status

@@ -92,11 +92,11 @@ def test_the_divergence_is_the_mean_over_answers_of_other_rows():
     one = scored([[-9.0, -3.0], [-1.0, -5.0]], [[0.0, -4.0], [0.0, -5.5]], [[2, 3], [1, 4]])
     two = scored([[-9.0, -100.0], [-1.0, -2.0]], [[0.0, 0.0], [0.0, -4.0]], [[2, 0], [1, 4]])
     expected = ((-3 + 4) + (-5 + 5.5) + (-2 + 4)) / 3
-    assert float(divergence_of([one, two], CPU, told=True)) == pytest.approx(expected, abs=1e-15)
-    assert float(divergence_of([one, two], CPU, told=False)) == 0.0  # another process tells it
+    assert float(divergence_of([one, two], CPU, tells=True)) == pytest.approx(expected, abs=1e-15)
+    assert float(divergence_of([one, two], CPU, tells=False)) == 0.0  # another process tells it
 
 
 def test_a_divergence_below_zero_is_zero():
     below = scored([[0.0, -9.0]], [[0.0, -4.0]], [[1, 1]])
-    assert float(divergence_of([below], CPU, told=True)) == 0.0
-    assert float(divergence_of([], CPU, told=True)) == 0.0
+    assert float(divergence_of([below], CPU, tells=True)) == 0.0
+    assert float(divergence_of([], CPU, tells=True)) == 0.0

@@ -76,7 +76,7 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch):
         processes=SimpleNamespace(run_id="one"),
         found=None,
         run_dir=tmp_path,
-        checkpoints=Saves(policy, None, sent=False, dealt=False),
+        checkpoints=Saves(policy, None, rank0_writes=False, replicas_shared=False),
         journal=SimpleNamespace(event=lambda name, step, **_: events.append((name, step))),
     )
     _retain(run, 8, "step-00000008")
@@ -94,7 +94,9 @@ def test_memory_is_pinned_ahead_on_cuda_alone(device, expected):
         due=SimpleNamespace(stop=lambda step: False),
         built=SimpleNamespace(spec={}),
         engine=SimpleNamespace(pieces=lambda *_, **__: [SimpleNamespace(data=data)] * 2),
-        checkpoints=Saves(None, SimpleNamespace(reserve=asked.append), sent=False, dealt=False),
+        checkpoints=Saves(
+            None, SimpleNamespace(reserve=asked.append), rank0_writes=False, replicas_shared=False
+        ),
     )
     reserve(run)
     assert asked == expected

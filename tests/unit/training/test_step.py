@@ -98,7 +98,7 @@ def test_metrics_are_right_one_step_late(config, monkeypatch):
     def updated(run, batch, factor):
         ids, labels = torch.from_numpy(batch.ids[:, :-1]).long(), torch.from_numpy(batch.labels)
         with torch.no_grad():
-            logits = run.built.bare(ids, use_cache=False).logits.flatten(0, 1)
+            logits = run.built.model(ids, use_cache=False).logits.flatten(0, 1)
         own.append(float(torch.nn.functional.cross_entropy(logits, labels.flatten())))
         update(run, batch, factor)
 
@@ -241,10 +241,10 @@ def test_rows_that_are_padded_have_the_rope_of_each_alone_and_a_router_that_skip
         loss = router = 0.0
         for rows in (slice(0, 4), slice(4, 8)):
             given = {"attention_mask": real[rows].long(), "position_ids": places[rows]}
-            aux = run.built.bare(ids[rows], use_cache=False, **given).aux_loss
+            aux = run.built.model(ids[rows], use_cache=False, **given).aux_loss
             router += 0.5 * float(aux) * int((labels[rows] != -100).sum())
         for row, targets, stop in zip(ids, labels, stops, strict=True):
-            logits = run.built.bare(row[None, :stop], use_cache=False).logits[0]
+            logits = run.built.model(row[None, :stop], use_cache=False).logits[0]
             nll = torch.nn.functional.cross_entropy(logits, targets[:stop], reduction="sum")
             loss += float(nll)
         lengths.extend(stops)

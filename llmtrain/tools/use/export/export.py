@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmtrain import system
-from llmtrain.checkpoint import files as disk, format as form, read
+from llmtrain.checkpoint import disk, format as form, read
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, needed_on_disk, raise_any
 from llmtrain.model import tokenizer as tokenizers
-from llmtrain.model.trainable import BASE_FILE, CONFIG_FILE
-from llmtrain.model.untrusted import INDEX
+from llmtrain.model.trainable import BASE_FILE
+from llmtrain.model.untrusted import ADAPTER_CONFIG, INDEX
 from llmtrain.tools.use import load, tensors
 from llmtrain.tools.use.export import card, merge, proof
 from llmtrain.tools.use.export.merge import Weights
@@ -70,7 +70,7 @@ def export(
     shard_gb: float = 4.0,
     push: str | None = None,
     verify: bool = True,
-    told: Callable[[str], object] = lambda doing: None,
+    on_progress: Callable[[str], object] = lambda doing: None,
 ) -> Exported:
     """Write the weights, config, tokenizer and card of a checkpoint to a new directory.
 
@@ -80,7 +80,7 @@ def export(
     shard_gb: GiB of the largest weight file
     push: Hub id of a private repository to upload it to, with the token in HF_TOKEN
     verify: whether another process loads it and compares its loss with the run's
-    told: called with what is done next
+    on_progress: called with what is done next
 
     Raises UserError for bad input, RunError 74 if the disk fails, 1 if the export computes another
     loss than the run.
@@ -91,14 +91,14 @@ def export(
         proof.check_repository(push)
     if target.is_adapter:
         base_directory(target.directory)  # it is there, or no work is begun
-    told(f"verifying {target.directory.name}")
+    on_progress(f"verifying {target.directory.name}")
     raise_any(read.verify(target.directory))
     partial = out.with_name(f"{out.name}.partial")
     listed = form.load(target.directory).files
-    _write(target, partial, listed, dtype, shard_gb, merged=merge_adapters, told=told)
+    _write(target, partial, listed, dtype, shard_gb, merged=merge_adapters, on_progress=on_progress)
     losses = None
     if verify:
-        told("loading it in another process")
+        on_progress("loading it in another process")
         losses = compare(target, partial, dtype)
     sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in _files(partial)}
     with needed_on_disk(out):
@@ -163,7 +163,7 @@ def _write(
     shard_gb: float,
     *,
     merged: bool,
-    told: Callable[[str], object],
+    on_progress: Callable[[str], object],
 ) -> None:
     """Write all files. What an export that was cut off left under this name is removed.
 
@@ -172,7 +172,7 @@ def _write(
     directory, kind = target.directory, DTYPES[dtype]
     alone = target.is_adapter and not merged
     weights = None if alone else _weights(target, listed, kind)
-    told(f"writing {partial}")
+    on_progress(f"writing {partial}")
     with needed_on_disk(partial):
         if partial.exists():
             shutil.rmtree(partial)
@@ -199,13 +199,13 @@ def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
     specs = merge.cast_specs(stored.specs, dtype)
     spec = {ADAPTER: dict(sorted(specs.items()))}
     tensors.write(partial, spec, lambda name: merge.cast(stored.read(name), dtype))
-    names = [name for name in (CONFIG_FILE, BASE_FILE) if (directory / name).exists()]
+    names = [name for name in (ADAPTER_CONFIG, BASE_FILE) if (directory / name).exists()]
     _write_small(partial, {name: (directory / name).read_bytes() for name in names})
 
 
 def _copy(directory: Path, listed: Collection[str], partial: Path, readme: str) -> None:
     """Take the tokenizer's files and the generation config as they are; add the card."""
-    ours = {CONFIG_FILE, BASE_FILE, ADAPTER, *_OWN}
+    ours = {ADAPTER_CONFIG, BASE_FILE, ADAPTER, *_OWN}
     taken = [name for name in listed if name not in ours and not name.endswith(form.TENSORS)]
     files = {name: (directory / name).read_bytes() for name in taken}
     _write_small(partial, {**files, "README.md": readme.encode()})

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from llmtrain.data import heldout
 from llmtrain.data.manifest import glance
 from llmtrain.errors import Problem, RunError, UserError
+from llmtrain.model.untrusted import ADAPTER_CONFIG
 from llmtrain.rundir import contents
 from llmtrain.text import first_line
 from llmtrain.tools.use.target import Target
@@ -136,7 +137,7 @@ def _loss(directory: Path, asked: JsonObject) -> float:
 def _load(directory: Path, state: JsonObject) -> PreTrainedModel:
     import torch
 
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         from llmtrain.tools.use.load import open_model
         from llmtrain.tools.use.target import Target
 

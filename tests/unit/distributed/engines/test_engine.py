@@ -193,7 +193,7 @@ def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_
         one._counted = one._counted_parameters()
         counted = sum(p.numel() for p in model.parameters()) if rank == 0 else 0
         assert float(one.squares()) == counted
-        pieces = list(one.pieces(spec, writing=True, dealt=True))
+        pieces = list(one.pieces(spec, writing=True, replicas_shared=True))
         written[rank] = {piece.name: piece.data.numel() for piece in pieces}
     assert ("seen" in written[0], "seen" in written[1]) == (True, False)
     names = written[0].keys() | written[1].keys()

@@ -142,7 +142,7 @@ def test_overrides_of_nothing_are_refused_and_an_empty_name_is_no_missing_config
 
 def test_what_is_looked_at_is_told_before():
     heard = []
-    for name, _ in doctor(skip=SLOW, told=heard.append):
+    for name, _ in doctor(skip=SLOW, on_progress=heard.append):
         assert heard[-1] == name
 
 

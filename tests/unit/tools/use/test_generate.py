@@ -36,7 +36,7 @@ def test_greedy_is_what_transformers_writes(made):
     tokenizer = AutoTokenizer.from_pretrained(made)
     expected = plainly(made, tokenizer(PROMPT).input_ids, 12, do_sample=False)
     parts = []
-    found = generate(made, PROMPT, max_new_tokens=12, told=parts.append)
+    found = generate(made, PROMPT, max_new_tokens=12, on_text=parts.append)
     assert found.text == tokenizer.decode(expected, skip_special_tokens=True)
     assert (found.prompt, found.tokens) == (PROMPT, len(expected))
     assert "".join(parts) == found.text

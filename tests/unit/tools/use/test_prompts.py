@@ -57,7 +57,9 @@ def written(model, file, folder, *, chat=False, **sampling):
     """The rows of OUT."""
     out = folder / "new" / "out.jsonl"
     asked = Sampling(**{"max_new_tokens": NEW, **sampling})
-    found = tool.complete_file(model, file, out, asked, chat=chat, told=lambda done, of: None)
+    found = tool.complete_file(
+        model, file, out, asked, chat=chat, on_progress=lambda done, of: None
+    )
     text = out.read_bytes().decode()
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
     assert (found.out, found.prompts) == (out, len(rows))
@@ -281,7 +283,9 @@ def test_an_existing_out_is_refused_and_stays_as_it_is(made, tmp_path, monkeypat
         out.symlink_to(there if kind == "link" else tmp_path / "absent")
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(UserError, match=r"--out = .*out\n"):
-        tool.complete_file(made, file, out, Sampling(), chat=False, told=lambda done, of: None)
+        tool.complete_file(
+            made, file, out, Sampling(), chat=False, on_progress=lambda done, of: None
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert there.read_text() == "kept"
 

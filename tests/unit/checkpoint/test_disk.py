@@ -12,7 +12,7 @@ from helpers.rings import dear
 from hypothesis import given, settings, strategies as st
 
 from llmtrain import system
-from llmtrain.checkpoint import files, read, write
+from llmtrain.checkpoint import disk, read, write
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import UserError
 from llmtrain.types import Piece
@@ -51,9 +51,9 @@ def parted(ranks, values):
 
 def test_rank_0_alone_opens_files(tmp_path, monkeypatch):
     opened = []
-    real = files.open_when_visible
+    real = disk.open_when_visible
     monkeypatch.setattr(
-        files, "open_when_visible", lambda path: opened.append(path.name) or real(path)
+        disk, "open_when_visible", lambda path: opened.append(path.name) or real(path)
     )
 
     def work(ranks):
@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_at_rank_0_fails_the_save_on_all(tmp_path, monkeypat
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(files, "open_when_visible", full)
+    monkeypatch.setattr(disk, "open_when_visible", full)
 
     def work(own):
         pieces = parted(own, tensors(SPEC, 4))
@@ -126,16 +126,16 @@ def filled(root, steps):
 
 def test_space_is_what_the_policy_keeps_and_two_more_less_what_is_there(tmp_path):
     policy = keeping(3, 0, 1)
-    assert files.check_room(tmp_path / "absent", policy, 1000, 10, 12) == 60
-    assert files.check_room(tmp_path, keeping(3, 300, 1), 1000, 10, 12) == 90
+    assert disk.check_room(tmp_path / "absent", policy, 1000, 10, 12) == 60
+    assert disk.check_room(tmp_path, keeping(3, 300, 1), 1000, 10, 12) == 90
     filled(tmp_path, [2, 4])
-    assert files.check_room(tmp_path, policy, 1000, 10, 12) == 40
-    assert files.check_room(tmp_path, keeping(2), 1000, 10, 12) == 20
+    assert disk.check_room(tmp_path, policy, 1000, 10, 12) == 40
+    assert disk.check_room(tmp_path, keeping(2), 1000, 10, 12) == 20
     filled(tmp_path, [6, 8, 10])
-    assert files.check_room(tmp_path, keeping(2), 1000, 10, 12) == 10
+    assert disk.check_room(tmp_path, keeping(2), 1000, 10, 12) == 10
 
 
-def disk(monkeypatch, **fields):
+def statvfs_says(monkeypatch, **fields):
     said = {"f_bavail": 2**40, "f_frsize": 1, "f_files": 10**6, "f_favail": 10**6} | fields
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**said))
 
@@ -143,37 +143,37 @@ def disk(monkeypatch, **fields):
 def test_checkpoints_of_another_run_make_no_room_for_ours(tmp_path):
     filled(tmp_path, [2, 4])
     save(tmp_path, 99, run_id="another")
-    assert files.check_room(tmp_path, keeping(3, 0, 1), 1000, 10, 12, RUN) == 40
+    assert disk.check_room(tmp_path, keeping(3, 0, 1), 1000, 10, 12, RUN) == 40
 
 
 def test_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    disk(monkeypatch, f_bavail=5000)
+    statvfs_says(monkeypatch, f_bavail=5000)
     root = tmp_path / "not" / "there" / "yet"
-    files.check_room(root, keeping(2), 100, 1250, 12)
+    disk.check_room(root, keeping(2), 100, 1250, 12)
     with pytest.raises(UserError) as caught:
-        files.check_room(root, keeping(2), 100, 1251, 12)
+        disk.check_room(root, keeping(2), 100, 1251, 12)
     assert "5004 and 5000 bytes" in str(caught.value)
     assert caught.value.problems[0].key == "run.dir"
 
 
 def test_a_disk_without_inodes_is_refused(tmp_path, monkeypatch):
-    disk(monkeypatch, f_favail=55)
+    statvfs_says(monkeypatch, f_favail=55)
     with pytest.raises(UserError, match=r"56 files \(inodes\), not 55"):
-        files.check_room(tmp_path, keeping(2), 100, 1, 12)
-    disk(monkeypatch, f_files=0, f_favail=0)  # a file system without such a limit
-    files.check_room(tmp_path, keeping(2), 100, 1, 12)
+        disk.check_room(tmp_path, keeping(2), 100, 1, 12)
+    statvfs_says(monkeypatch, f_files=0, f_favail=0)  # a file system without such a limit
+    disk.check_room(tmp_path, keeping(2), 100, 1, 12)
 
 
 def test_a_store_that_renames_is_fine_and_left_as_it_was(tmp_path):
     (tmp_path / "mine").touch()
-    files.probe_directory(tmp_path)
+    disk.probe_directory(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_probe_that_was_killed_is_cleared_by_the_next(tmp_path):
     (tmp_path / ".probe" / "a").mkdir(parents=True)
     (tmp_path / ".probe" / "a" / "file").touch()
-    files.probe_directory(tmp_path)
+    disk.probe_directory(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,7 +184,7 @@ def test_a_store_without_rename_is_refused_with_its_error(tmp_path, monkeypatch,
 
     monkeypatch.setattr(os, call, refused)
     with pytest.raises(UserError) as caught:
-        files.probe_directory(tmp_path)
+        disk.probe_directory(tmp_path)
     problem = caught.value.problems[0]
     assert problem.key == "run.dir"
     assert problem.value == tmp_path
@@ -195,7 +195,7 @@ def test_a_store_without_rename_is_refused_with_its_error(tmp_path, monkeypatch,
 def test_a_rename_that_copies_nothing_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", lambda _, target: Path(target).mkdir())
     with pytest.raises(UserError, match="still has its old name"):
-        files.probe_directory(tmp_path)
+        disk.probe_directory(tmp_path)
 
 
 MOUNTS = """\
@@ -222,7 +222,7 @@ MOUNTS = """\
 def test_what_lies_on_nfs_is_known_by_what_is_mounted(tmp_path, monkeypatch, path, expected):
     (tmp_path / "mountinfo").write_text(MOUNTS)
     monkeypatch.setattr(system, "_MOUNTS", tmp_path / "mountinfo")
-    assert files.is_network(Path(path)) is expected
+    assert disk.is_network(Path(path)) is expected
 
 
 def test_the_innermost_mount_says_what_a_directory_is_on(tmp_path, monkeypatch):
@@ -247,9 +247,9 @@ def test_the_file_system_of_this_machine_is_what_df_says(tmp_path):
 def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing_is(
     tmp_path, monkeypatch
 ):
-    assert files.is_network(Path("/proc/self")) is False
+    assert disk.is_network(Path("/proc/self")) is False
     monkeypatch.setattr(system, "_MOUNTS", tmp_path / "absent")
-    assert files.is_network(tmp_path) is False
+    assert disk.is_network(tmp_path) is False
 
 
 @pytest.mark.parametrize(
@@ -257,6 +257,6 @@ def test_this_machines_own_directories_are_not_on_nfs_and_without_mounts_nothing
 )
 def test_auto_is_rank_0_if_it_has_all_and_over_several_nodes_on_nfs(whole, nodes, network):
     expected = "rank0" if whole or (nodes == 4 and network) else "all"
-    assert files.choose_writers("auto", nodes, network, whole=whole) == expected
-    assert files.choose_writers("rank0", nodes, network, whole=whole) == "rank0"
-    assert files.choose_writers("all", nodes, network, whole=whole) == "all"
+    assert disk.choose_writers("auto", nodes, network, whole=whole) == expected
+    assert disk.choose_writers("rank0", nodes, network, whole=whole) == "rank0"
+    assert disk.choose_writers("all", nodes, network, whole=whole) == "all"
