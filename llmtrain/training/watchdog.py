@@ -117,12 +117,12 @@ class Watchdog:
 
 @contextmanager
 def watching(
-    journal: Journal, timeout_minutes: float, each_second: Callable[[], object] = lambda: None
+    journal: Journal, timeout_minutes: float, show: Callable[[], object] = lambda: None
 ) -> Iterator[Watchdog]:
     """Run a watchdog during the block.
 
     timeout_minutes: how long peers wait for each other
-    each_second: called once a second too, in a thread of its own: it may wait for a terminal
+    show: called once a second too, in a thread of its own: it may wait for a terminal
     """
     watchdog = Watchdog(journal, timeout_minutes)
     over = threading.Event()
@@ -133,7 +133,7 @@ def watching(
 
     watches, tells = (
         threading.Thread(target=each_second, args=(call,), name=name, daemon=True)
-        for name, call in (("watchdog", watchdog.look), ("teller", each_second))
+        for name, call in (("watchdog", watchdog.look), ("teller", show))
     )
     watches.start()
     tells.start()
