@@ -51,8 +51,8 @@ class Gathering:
 
     def highest(self: Ranks, value: int) -> int:
         """Return the largest number that any rank gives, on every rank."""
-        heard = self.gather(b"%d" % value)
-        return int(self.broadcast(b"%d" % max(map(int, heard), default=0)))
+        values = self.gather(b"%d" % value)
+        return int(self.broadcast(b"%d" % max(map(int, values), default=0)))
 
 
 def failure(rank: int, error: BaseException) -> Failure:
@@ -126,9 +126,9 @@ def count_votes(ranks: Ranks, error: BaseException | None, body: bytes) -> Vote:
     """Implement `Ranks.vote` for ranks that can gather and broadcast."""
     _, phase = system.last_beat()
     system.beat(f"a vote of all processes ({phase})")
-    own = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
-    heard = ranks.gather(len(own).to_bytes(8, "little") + own + body)
-    ballots = [_split(ballot) for ballot in heard]
+    own_failure = b"" if error is None else json.dumps(asdict(failure(ranks.rank, error))).encode()
+    messages = ranks.gather(len(own_failure).to_bytes(8, "little") + own_failure + body)
+    ballots = [_split(ballot) for ballot in messages]
     failed = [json.loads(error) for error, _ in ballots if error]
     failed = json.loads(ranks.broadcast(json.dumps(failed).encode()))
     system.beat(phase)

@@ -107,8 +107,8 @@ class RefusedError(UserError):
 
 def raise_any(problems: Iterable[Problem], where: str = "") -> None:
     """Raise UserError with every problem, if there is any. where: as its title names it."""
-    if found := tuple(problems):
-        raise UserError(*found, where=where)
+    if all_problems := tuple(problems):
+        raise UserError(*all_problems, where=where)
 
 
 class RunError(Exception):
@@ -156,12 +156,12 @@ def explained(error: BaseException) -> BaseException:
         return UserError(Problem("training.deterministic", True, expected, remedy))
     if type(error).__name__ != "OutOfMemoryError":
         return error
-    said, _, _ = first_line(error).partition(" Including ")  # how torch divided the memory it has
+    why, _, _ = first_line(error).partition(" Including ")  # how torch divided the memory it has
     remedy = (
         "a smaller training.micro_batch_size, model.activation_checkpointing=full, or what "
         "`llmtrain plan` proposes for this device"
     )
-    return UserError(Problem("device memory", None, f"room for this run ({said})", remedy))
+    return UserError(Problem("device memory", None, f"room for this run ({why})", remedy))
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -162,10 +162,10 @@ def _parse(part: str) -> Fault:
     for key, _, value in pairs:
         if key not in _CONDITIONS or not _CONDITIONS[key](value):
             raise ValueError(f"{part}: {key}={value} is not understood")
-    found = {key: value for key, _, value in pairs}
-    if len(found) < len(pairs) or ("seed" in found and "p" not in found):
+    values = {key: value for key, _, value in pairs}
+    if len(values) < len(pairs) or ("seed" in values and "p" not in values):
         raise ValueError(f"{part}: a condition twice, or a seed without p")
-    return Fault(part, point, name, float(argument) if colon else None, found)
+    return Fault(part, point, name, float(argument) if colon else None, values)
 
 
 def _holds(fault: Fault, step: int | None, written: int, of: int) -> bool:

@@ -32,14 +32,21 @@ class Pairs:
     def of_blocks(self, first: int, stop: int) -> Pairs:
         """Return the pairs of blocks first … stop − 1, whose numbers then begin with 0."""
         low, high = self.rows.searchsorted((first, stop))
-        own = slice(int(low), int(high))
-        return Pairs(self.rows[own] - first, self.borders[own], self.keys[own], self.desirable[own])
+        span = slice(int(low), int(high))
+        return Pairs(
+            self.rows[span] - first, self.borders[span], self.keys[span], self.desirable[span]
+        )
 
     def of_rows(self, order: np.ndarray) -> Pairs:
         """Return the pairs of the blocks in another order. order: (n,) int64, numbers of blocks"""
         moved = order.argsort()[self.rows]
-        own = moved.argsort(kind="stable")
-        return Pairs(moved[own], self.borders[own], self.keys[own], self.desirable[own])
+        permutation = moved.argsort(kind="stable")
+        return Pairs(
+            moved[permutation],
+            self.borders[permutation],
+            self.keys[permutation],
+            self.desirable[permutation],
+        )
 
 
 class PairTensors:

@@ -174,20 +174,20 @@ def _cpu_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:
     That is for each the kind of its file system, where this is mounted, and the path in it. In a
     container the path may be that of the host, while only the container's own part is mounted.
     """
-    own: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            own["cgroup2"] = path
+            paths["cgroup2"] = path
         elif "cpu" in controllers.split(","):
-            own["cgroup"] = path
+            paths["cgroup"] = path
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, more = line.partition(" - ")
         part, point = mount.split()[3:5]
         kind, _, options = more.split(" ", 2)
-        if kind not in own or (kind == "cgroup" and "cpu" not in options.split(",")):
+        if kind not in paths or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
-        path = own[kind].removeprefix(part if part != "/" else "").lstrip("/")
+        path = paths[kind].removeprefix(part if part != "/" else "").lstrip("/")
         place = root / point.lstrip("/")
         yield kind, place, Path(path) if (place / path).is_dir() else Path()
 
@@ -233,9 +233,9 @@ def decide_threads(
         return Threads(asked, "training.threads")
     if same_bits:
         return Threads(1, "training.same_bits")
-    own = env.get(_THREADS, "").split(",")[0].strip()  # "4,2" is for nested regions
-    if own.isdecimal() and int(own) > 0 and set_by_user(env):
-        return Threads(int(own), _THREADS)
+    setting = env.get(_THREADS, "").split(",")[0].strip()  # "4,2" is for nested regions
+    if setting.isdecimal() and int(setting) > 0 and set_by_user(env):
+        return Threads(int(setting), _THREADS)
     if begun is not None:
         return Threads(begun, "as launches of this kind began")
     here, usable = int(env.get("LOCAL_WORLD_SIZE", "1")), cores()

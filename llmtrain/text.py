@@ -148,10 +148,10 @@ _PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 def parse_duration(text: str) -> int | None:
     """Return the seconds of a length of time; None if it is not a length of time, or is 0."""
-    found = _PARTS.fullmatch(text.strip())
-    if found is None:
+    match = _PARTS.fullmatch(text.strip())
+    if match is None:
         return None
-    parts = (int(part or 0) for part in found.groups())
+    parts = (int(part or 0) for part in match.groups())
     return sum(n * unit for n, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) or None
 
 
@@ -173,14 +173,14 @@ def fit(text: str, width: int) -> str:
     """
     if columns(text) <= width:
         return text
-    room, kept = width - 1, ""
+    room, prefix = width - 1, ""
     for char in text:
         room -= _columns(char)
         if room < 0:
             break
-        kept += char
-    words = kept.rpartition(" ")[0]
-    return (words if 2 * columns(words) > width else kept) + "…"
+        prefix += char
+    words = prefix.rpartition(" ")[0]
+    return (words if 2 * columns(words) > width else prefix) + "…"
 
 
 def wrap(text: str, width: int) -> Iterator[str]:

@@ -59,8 +59,8 @@ EXACT = ("ddp", "fsdp2")  # strategies with an engine for `training.same_bits`
 
 def check(config: schema.Config) -> list[Problem]:
     """Return every problem that the schema cannot find, for a Config not read from a file."""
-    found = secrets.problems(secrets.in_config(config.model_dump(by_alias=True)))
-    return [*found, *apply(RULES, dict(config))]
+    problems = secrets.problems(secrets.in_config(config.model_dump(by_alias=True)))
+    return [*problems, *apply(RULES, dict(config))]
 
 
 def apply(rules: Iterable[Rule], valid: Mapping[str, schema.Section]) -> Iterator[Problem]:

@@ -105,7 +105,11 @@ def is_secret(name: str, value: object) -> bool:
 def in_config(tree: object) -> list[SecretHit]:
     """Return every secret in the values of a config file, at any depth, also under unknown keys."""
     values = [(path, value, _variable(path, value)) for path, value in leaves(tree)]
-    return [SecretHit(".".join(path), found, str(value)) for path, value, found in values if found]
+    return [
+        SecretHit(".".join(path), variable, str(value))
+        for path, value, variable in values
+        if variable
+    ]
 
 
 def problems(found: Iterable[SecretHit]) -> list[Problem]:
@@ -198,15 +202,15 @@ def hidden(value: object, hide: Hide, name: str = "") -> Any:
     return HIDDEN if is_secret(name, value) else hide(value)
 
 
-def _value(said: Problem, hide: Hide) -> object:
+def _value(problem: Problem, hide: Hide) -> object:
     """Return the value that a problem shows, with secrets hidden.
 
     The problem's key may end with ` (line 3)`, and its value may be a tag that begins with `!`.
     """
-    if said.value is None:
+    if problem.value is None:
         return None
-    shown = str(said.value)
-    secret = is_secret(said.key.partition(" ")[0], shown.strip("\"'!"))
+    shown = str(problem.value)
+    secret = is_secret(problem.key.partition(" ")[0], shown.strip("\"'!"))
     return HIDDEN if secret else hide(shown)
 
 
@@ -235,7 +239,7 @@ def _variable(path: tuple[str, ...], value: object) -> str:
     for variable, look in _LOOKS:
         if re.search(_BEFORE + f"(?:{look})", value):
             return variable
-    parameters = (found[1] for found in _QUERY.finditer(value))
+    parameters = (match[1] for match in _QUERY.finditer(value))
     in_address = _USER.search(value) or any(map(is_secret_name, parameters))
     return "HF_TOKEN" if in_address else ""
 

@@ -71,11 +71,11 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[FilePart], l
     """
     numbers = range(len(source.files))
     with ThreadPoolExecutor(THREADS if source.remote else 1) as threads:
-        found = list(threads.map(lambda file: _look_into(source, file, key, reader), numbers))
-    problems = [problem for problem in found if isinstance(problem, Problem)]
+        results = list(threads.map(lambda file: _look_into(source, file, key, reader), numbers))
+    problems = [problem for problem in results if isinstance(problem, Problem)]
     if problems:
         raise UserError(*bounded(problems, key))
-    looks = [look for look in found if isinstance(look, FileLook)]
+    looks = [look for look in results if isinstance(look, FileLook)]
     parts = [part for look in looks for part in look.parts]
     return parts, [look.columns for look in looks if look.columns is not None]
 
@@ -93,12 +93,12 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
             if kind in TABLES:
                 names: list[str] = _schema(source, file, key, reader).names
                 return names
-            found = reader.keys_of_first_line(source, file) if kind != "text" else []
+            keys = reader.keys_of_first_line(source, file) if kind != "text" else []
         except (UserError, ValueError) as error:
             _log.info("%s shows no columns: %s", source.where(file), first_line(error))
             continue
-        if found:
-            return found
+        if keys:
+            return keys
     return []
 
 
@@ -193,13 +193,13 @@ def _schema(source: Source, file: int, key: str, reader: Reader) -> pa.Schema:
 
 
 def _no_text(
-    source: Source, key: str, where: str, there: Sequence[str], strings: Sequence[str]
+    source: Source, key: str, where: str, columns: Sequence[str], strings: Sequence[str]
 ) -> Problem:
     """Return the problem of a file with neither the text column nor the columns of a form.
 
     strings: the columns that can be the text
     """
-    problem = missing_column(f"{key}.text_column", source.text_column, where, there)
+    problem = missing_column(f"{key}.text_column", source.text_column, where, columns)
     named = f"{key}.text_column={harmless(strings[0])}" if len(strings) == 1 else ""
     if len(strings) > 1:
         named = f"{key}.text_column=… (columns of strings: {first_few([*map(harmless, strings)])})"
@@ -208,16 +208,16 @@ def _no_text(
     return replace(problem, remedy=f"{named}; {chat}" if named else chat)
 
 
-def _other_form(source: Source, key: str, where: str, there: Sequence[str]) -> Problem | None:
+def _other_form(source: Source, key: str, where: str, columns: Sequence[str]) -> Problem | None:
     """Return the problem of a file without the columns of the form, or with judgements."""
     assert source.form is not None
     named = {name: source.columns.get(name, name) for name in columns_of_form(source.form)}
-    known = [name for name, theirs in named.items() if theirs in there]
+    known = [name for name, theirs in named.items() if theirs in columns]
     needed = (named[name] for name in needed_columns(source.form, known))
-    missing = next((name for name in needed if name not in there), None)
+    missing = next((name for name in needed if name not in columns), None)
     if missing:
-        return missing_column(f"{key}.path", missing, where, there)
-    ours = set(there) - set(source.columns.values())
+        return missing_column(f"{key}.path", missing, where, columns)
+    ours = set(columns) - set(source.columns.values())
     problem = refused_columns(source.form, ours, f"{key}.columns", source.columns)
     return problem and replace(problem, value=f"{problem.value} in {harmless(where)}")
 
@@ -240,8 +240,8 @@ def _look_into_rows(
         if compressed:
             return FileLook([FilePart(Unit(file, group, 0, size), size)], keys)
         if kind == "csv" or group == ELEMENTS:
-            found = ranges(reader.units.rows_at(source, file), _range_bytes(source))
-            return FileLook([FilePart(Unit(file, group, a, b), b - a) for a, b in found], keys)
+            spans = ranges(reader.units.rows_at(source, file), _range_bytes(source))
+            return FileLook([FilePart(Unit(file, group, a, b), b - a) for a, b in spans], keys)
     return FileLook(_line_ranges(source, file), keys)
 
 
@@ -294,5 +294,5 @@ def text_size(source: Source, unit: Unit, reader: Reader) -> float:
 
 def missing_column(key: str, name: str, where: str, columns: Sequence[str]) -> Problem:
     """Return the problem of a column that does not exist, with the columns that do."""
-    there = ", ".join(harmless(column) for column in columns) or "none"
-    return Problem(key, name, f"a column of {harmless(where)}, which has: {there}")
+    listed = ", ".join(harmless(column) for column in columns) or "none"
+    return Problem(key, name, f"a column of {harmless(where)}, which has: {listed}")

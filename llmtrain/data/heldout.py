@@ -277,8 +277,8 @@ def _with_others(
         yield from placed
         return
     for source in sorted({one.unit for one in placed}):
-        own = [one for one in placed if one.unit == source]
-        yield from with_others(own, seq_len, apart=alone)
+        of_source = [one for one in placed if one.unit == source]
+        yield from with_others(of_source, seq_len, apart=alone)
 
 
 def _pad(laid: _Laid, size: int, pad: int) -> None:
@@ -379,8 +379,8 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
 
 
 def _has_training_document(source: Source, units: Iterable[int], seed: int, reader: Reader) -> bool:
-    found = (_rows(source, u, seed, reader, heldout=False) for u in units)
-    return any(True for _ in chain.from_iterable(found))
+    rows = (_rows(source, u, seed, reader, heldout=False) for u in units)
+    return any(True for _ in chain.from_iterable(rows))
 
 
 def all_held_out(source: Source, k: int, seed: int) -> Source:

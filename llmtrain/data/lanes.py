@@ -264,8 +264,8 @@ class Lane:
                 if one.counts or encoded.counts:
                     counts.update(one.counts)
                     # All else of a conversation is for `data inspect`.
-                    said = encoded.counts
-                    counts.update({name: said[name] for name in NOTED if name in said})
+                    row_counts = encoded.counts
+                    counts.update({name: row_counts[name] for name in NOTED if name in row_counts})
                 if not len(encoded.ids):
                     self._refuse_without_documents(k, one.epoch - last_epoch)
                     continue

@@ -328,7 +328,7 @@ def _was_moved(entry: JsonObject, now: SourceConfig, key: str) -> bool:
     stored = tuple(local.File(**file) for file in entry["files"])
     try:
         root = Path(local.locate(now, key))
-        there = local.resolve(now, key).files
+        existing = local.resolve(now, key).files
     except UserError:
         return False  # reported when the source is read
     # A run may have begun with all splits of a directory, see `sources/local.py`.
@@ -337,7 +337,7 @@ def _was_moved(entry: JsonObject, now: SourceConfig, key: str) -> bool:
         path.is_file() and (path.stat().st_size, local.edges_digest(path)) == file[1:]
         for path, file in zip(moved, stored, strict=True)
     )
-    return same and {file.name for file in there} <= {file.name for file in stored}
+    return same and {file.name for file in existing} <= {file.name for file in stored}
 
 
 def load(path: Path, configured: Sequence[SourceConfig]) -> DataManifest:

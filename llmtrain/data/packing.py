@@ -255,8 +255,8 @@ def _window(
     """Return the next documents of at least `tokens` tokens, their counts, and whether they end."""
     window: list[Document] = []
     counts: Counter[str] = Counter()
-    found = 0
-    while found < tokens:
+    total = 0
+    while total < tokens:
         document = next(documents, None)
         if document is None:  # they ended with the window before
             break
@@ -265,7 +265,7 @@ def _window(
         if not len(document.ids):
             return window, counts, True
         window.append(document)
-        found += len(document.ids)
+        total += len(document.ids)
     return window, counts, False
 
 

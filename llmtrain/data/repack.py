@@ -119,10 +119,10 @@ def finished_rows(task: Rewrite) -> int | None:
 def made_of(target: Path) -> JsonObject | None:
     """Return what the footer of a repacked file records of its source; None for another file."""
     try:
-        found = (pq.read_metadata(target).metadata or {}).get(MADE_OF)
+        recorded = (pq.read_metadata(target).metadata or {}).get(MADE_OF)
     except (pa.ArrowException, OSError):
         return None
-    return None if found is None else dict(json.loads(found))
+    return None if recorded is None else dict(json.loads(recorded))
 
 
 def origin(task: Rewrite) -> JsonObject:

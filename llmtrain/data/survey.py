@@ -54,13 +54,13 @@ def with_form(source: Source, key: str, reader: Reader, answers: Answers | None 
 
     Raises UserError for columns that the source lacks, and for judged answers (`form_of`).
     """
-    there = file_parts.first_columns(source, key, reader)
-    if not there:
+    names = file_parts.first_columns(source, key, reader)
+    if not names:
         return source
     columns = f"{key}.columns"
-    if answers == "feedback" and KTO_TAG in there and "label" not in (*there, *source.columns):
+    if answers == "feedback" and KTO_TAG in names and "label" not in (*names, *source.columns):
         source = replace(source, columns={"label": KTO_TAG, **source.columns})
-    ours = our_names(there, source.columns, columns)
+    ours = our_names(names, source.columns, columns)
     return replace(source, form=form_of(ours, columns, source.columns, answers))
 
 
@@ -85,10 +85,10 @@ def require_answers(source: Source, key: str, settings: DataSettings, reader: Re
         remedy = f"preference.loss={loss}, for sources that are all of this kind"
     else:
         try:
-            found = with_form(source, key, reader).form
+            form = with_form(source, key, reader).form
         except PreferenceDataError:
-            found = None
-        what = "documents of text" if found is None else "conversations"
+            form = None
+        what = "documents of text" if form is None else "conversations"
     expected = f"{_WANTED[answers].format(settings.preference.loss)}; these are {what}"
     raise UserError(Problem(f"{key}.path", source.path, expected, remedy))
 
@@ -231,8 +231,8 @@ def evaluation_sources(settings: DataSettings, reading: Reading) -> tuple[Source
     Raises UserError as `survey` does.
     """
     reader = Reader(reading)
-    own = _own_evaluation(settings.evaluation)
-    drafts = _each(lambda one: _draft(*one, settings, reader), own)
+    configured = _own_evaluation(settings.evaluation)
+    drafts = _each(lambda one: _draft(*one, settings, reader), configured)
     sources = [
         replace(s, units=tuple(file_parts.cut(parts, 1)), id_column=None) for s, parts in drafts
     ]
@@ -480,7 +480,7 @@ def _draft(
         expected = f"files with documents; all {why}"
         raise UserError(Problem(f"{key}.path", configured.path, expected))
     name = configured.id_column
-    present = all(name in found for found in columns)
+    present = all(name in names for names in columns)
     if not present and "id_column" in configured.model_fields_set:
         raise UserError(
             file_parts.missing_column(f"{key}.id_column", name, configured.path, columns[0])

@@ -66,9 +66,9 @@ def host_bytes() -> int:
     """Return the memory of this machine, or less if control groups limit this process."""
     import psutil
 
-    there = int(psutil.virtual_memory().total)
+    installed = int(psutil.virtual_memory().total)
     limit = limit_bytes()
-    return there if limit is None else min(there, limit)
+    return installed if limit is None else min(installed, limit)
 
 
 def free_host_bytes() -> int:

@@ -122,8 +122,8 @@ class Progress:
         if split == "heldout" and isinstance(loss, float) and isinstance(step, int):
             self._flush()
             right = fields.get("accuracy")
-            said = f"   accuracy {percent(right)}" if isinstance(right, float) else ""
-            self._held, self._held_step = [self._evaluated(step, loss) + said], step
+            suffix = f"   accuracy {percent(right)}" if isinstance(right, float) else ""
+            self._held, self._held_step = [self._evaluated(step, loss) + suffix], step
 
     def _evaluated(self, step: int, loss: float) -> str:
         """Describe an evaluation, compared with the one before and with the best one."""

@@ -276,9 +276,9 @@ def _variable(name: str, value: str) -> Iterator[None]:
 @contextmanager
 def _printed() -> Iterator[None]:
     """Keep what a library prints on stdout, which belongs to commands, for the log."""
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         yield
-    logging.getLogger("trackio").info("%s", said.getvalue().strip())
+    logging.getLogger("trackio").info("%s", output.getvalue().strip())
 
 
 RETRY_EVERY = 100

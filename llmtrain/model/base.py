@@ -79,9 +79,9 @@ def pin(path: str, revision: str | None) -> Base:
             raise UserError(Problem(KEY, path, expected)) from error
         if constants.HF_HUB_OFFLINE:
             raise UserError(_not_cached(path, revision)) from error
-        said = f"the Hub does not answer for {KEY} = {path}: {first_line(error)}"
+        message = f"the Hub does not answer for {KEY} = {path}: {first_line(error)}"
         remedy = "try again later, or HF_HUB_OFFLINE=1 if the model is in the Hub's cache"
-        raise RunError(said, RESTARTABLE, remedy) from error
+        raise RunError(message, RESTARTABLE, remedy) from error
 
 
 def _files(path: str, commit: str) -> set[str]:
@@ -94,7 +94,7 @@ def _files(path: str, commit: str) -> set[str]:
     for name in (CONFIG, untrusted.ADAPTER_CONFIG):
         file = try_to_load_from_cache(path, name, revision=commit)
         if isinstance(file, str):
-            return {found.name for found in Path(file).parent.iterdir()}
+            return {entry.name for entry in Path(file).parent.iterdir()}
     raise UserError(_not_cached(path, commit))
 
 
@@ -115,11 +115,13 @@ def check_code(path: str, file: Path) -> None:
     except (ValueError, RecursionError) as error:
         expected = f"a config.json that can be read ({error})"
         raise UserError(Problem(KEY, path, expected)) from error
-    kind, own = fields.get("model_type"), fields.get("auto_map")
+    kind, auto_map = fields.get("model_type"), fields.get("auto_map")
     if isinstance(kind, str) and kind.strip() and kind not in CONFIG_MAPPING:
         expected = f"a model whose type transformers has; it needs its own code (type '{kind}')"
         remedy = "only transformers' own code is run; a newer transformers may have that type"
         raise UserError(Problem(KEY, path, expected, remedy))
-    if own:
-        named = ", ".join(sorted(map(str, own))) if isinstance(own, dict) else str(own)
+    if auto_map:
+        named = (
+            ", ".join(sorted(map(str, auto_map))) if isinstance(auto_map, dict) else str(auto_map)
+        )
         _log.warning("%s names code of its own (%s), which is not run", path, named)

@@ -284,12 +284,12 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 def _refused_field(error: Exception, fields: Mapping[str, object], prefix: str) -> Problem | None:
     """Return the problem of the field that transformers' type check refuses, if it is the cause."""
-    found = re.match(r"Validation error for field '(\w+)':", str(error))
-    if found is None or found[1] not in fields:
+    match = re.match(r"Validation error for field '(\w+)':", str(error))
+    if match is None or match[1] not in fields:
         return None
-    said = _in_a_line(error).removeprefix(found[0]).strip()
-    value = json.dumps(fields[found[1]], ensure_ascii=False)
-    return Problem(f"{prefix}{found[1]}", value, f"what transformers accepts: {said}")
+    reason = _in_a_line(error).removeprefix(match[0]).strip()
+    value = json.dumps(fields[match[1]], ensure_ascii=False)
+    return Problem(f"{prefix}{match[1]}", value, f"what transformers accepts: {reason}")
 
 
 def _in_a_line(error: Exception) -> str:

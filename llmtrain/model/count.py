@@ -221,14 +221,14 @@ def fake_tensors() -> Iterator[None]:
     positions it assumes so, and would build masks that no run has. Messages of fake tensors are
     not logged, since their failures are raised.
     """
-    own = masking_utils.find_packed_sequence_indices
+    original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda _positions: None
     silent, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
         with torch_private.FakeTensorMode(), _Experts():  # type: ignore[no-untyped-call]  # as below
             yield
     finally:
-        masking_utils.find_packed_sequence_indices = own
+        masking_utils.find_packed_sequence_indices = original
         _FAKE_LOG.disabled = silent
 
 

@@ -346,8 +346,8 @@ class LossModule(nn.Module):
         plain: dict[str, Any] = {"bias": bias, "scale": head.scale, "softcap": head.softcap}
         plain["vocabulary"] = self._vocabulary
         if pairs is not None:
-            found = log_probs(self._enter(hidden), weight, labels, **known, **plain)
-            return self._of_pairs(found, each, pairs)
+            logps = log_probs(self._enter(hidden), weight, labels, **known, **plain)
+            return self._of_pairs(logps, each, pairs)
         if each:
             return token_losses(hidden, weight, labels, **known, **plain)
         if self._kernel == "torch":
@@ -378,8 +378,8 @@ class LossModule(nn.Module):
             if not known["all_trained"]:
                 trained = known["trained"]
                 loss = loss[targets != NOT_TRAINED if trained is None else trained]
-            found = self._of_pairs(-loss, each, pairs)
-            return self._with_router(found, routed, len(pairs.sizes))
+            pair_loss = self._of_pairs(-loss, each, pairs)
+            return self._with_router(pair_loss, routed, len(pairs.sizes))
         if each:
             return loss.view(labels.shape)
         if self._z_loss:
@@ -396,9 +396,9 @@ class LossModule(nn.Module):
             loss = loss + (added - added.detach())
         return loss
 
-    def _of_pairs(self, found: Tensor, each: bool, pairs: PairTensors) -> Tensor:
-        """Return what `forward` does with pairs. found: (n,), log p of the trained positions"""
-        sums = sequence_sums(found, pairs.lengths)
+    def _of_pairs(self, logps: Tensor, each: bool, pairs: PairTensors) -> Tensor:
+        """Return what `forward` does with pairs. logps: (n,), log p of the trained positions"""
+        sums = sequence_sums(logps, pairs.lengths)
         if self._add_up is not None and len(sums):
             sums = self._add_up(sums.clone())
         return self._from_sums(sums, each, pairs)

@@ -56,8 +56,8 @@ def make_scorer(config: PreTrainedConfig, end: int | None, pad: int | None) -> N
             f"{config.model_type}"
         )
         raise UserError(Problem(KEY, "reward", expected))
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    config.architectures = [(found[0] if isinstance(found, tuple) else found).__name__]
+    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    config.architectures = [(classes[0] if isinstance(classes, tuple) else classes).__name__]
     config.num_labels = 1
     config.get_text_config().pad_token_id = None if pad == end else pad
 
@@ -105,9 +105,9 @@ def check(model: PreTrainedModel) -> None:
         model.eval()
         with torch.no_grad():
             whole = model(ids, use_cache=False).logits[:, 0]
-            own = layer(outputs(model, ids, use_cache=False)[:, -1])[:, 0]
+            by_layer = layer(outputs(model, ids, use_cache=False)[:, -1])[:, 0]
         model.train(training)
-        same = torch.allclose(own, whole, rtol=1e-5, atol=1e-5)
+        same = torch.allclose(by_layer, whole, rtol=1e-5, atol=1e-5)
     if not same:
         expected = (
             f"a model whose score is one layer behind its decoder; "

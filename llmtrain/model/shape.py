@@ -173,11 +173,13 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
     list with the most parameters. A block inside a block (experts of a mixture) does not count.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    named = [one for found in lists for one in found if type(one).__name__ in _whole(model)]
+    named = [
+        one for module_list in lists for one in module_list if type(one).__name__ in _whole(model)
+    ]
     if named:
         inner = {id(part) for one in named for part in one.modules() if part is not one}
         return [one for one in named if id(one) not in inner]
-    sizes = [sum(p.numel() for p in found.parameters()) for found in lists]
+    sizes = [sum(p.numel() for p in module_list.parameters()) for module_list in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
 
 

@@ -188,8 +188,8 @@ class _Cutter:
         if whole is None:
             return None
         cut = Cut(axis, split(whole.shape[axis], self.size), tuple(whole.shape))
-        own = cut.part(whole.detach(), self.rank).clone(memory_format=torch.contiguous_format)
-        setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
+        part = cut.part(whole.detach(), self.rank).clone(memory_format=torch.contiguous_format)
+        setattr(module, leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
         self.cuts[f"{path}.{leaf}"] = cut
         return cut
 
@@ -341,8 +341,8 @@ def replicated_with_grad_allreduce(cutter: _Cutter, module: Any, _path: str) -> 
     plain = copy.copy(module)  # with the same parameters, also once they are sharded
 
     def forward(x: Tensor) -> Tensor:
-        own = {name: cutter.copy(one) for name, one in plain.named_parameters(recurse=False)}
-        result: Tensor = torch.func.functional_call(plain, own, (x,))
+        parameters = {name: cutter.copy(one) for name, one in plain.named_parameters(recurse=False)}
+        result: Tensor = torch.func.functional_call(plain, parameters, (x,))
         return result
 
     module.forward = forward

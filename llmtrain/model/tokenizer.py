@@ -100,8 +100,8 @@ def new_entries(tokenizer: Path, base: str, revision: str | None) -> tuple[int, 
     base, revision: a directory or Hub id; revision None = main
     """
     known = _facts_of(base, revision).entries
-    found = _facts_of(str(tokenizer), None).entries
-    return tuple(sorted(id for entry, id in found.items() if entry not in known))
+    entries = _facts_of(str(tokenizer), None).entries
+    return tuple(sorted(id for entry, id in entries.items() if entry not in known))
 
 
 def token_ids(

@@ -351,8 +351,8 @@ def _is_read(model: nn.Module, name: str) -> bool:
     It would ignore an adapter. Only the projection of the mixer's input is called.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
-    own = {one for one, _ in owner.named_parameters(recurse=False)}
-    return own >= {"A_log", "D"} and _last(name) != "in_proj"
+    names = {one for one, _ in owner.named_parameters(recurse=False)}
+    return names >= {"A_log", "D"} and _last(name) != "in_proj"
 
 
 def _last(name: str) -> str:

@@ -59,8 +59,8 @@ def check(path: str) -> None:
     try:
         problems = list(_problems(place))
     except OSError as error:
-        said = f"{error.strerror or error}: {error.filename or place}"
-        problems = [Problem(_KEY, place, f"a model directory that can be read ({said})")]
+        reason = f"{error.strerror or error}: {error.filename or place}"
+        problems = [Problem(_KEY, place, f"a model directory that can be read ({reason})")]
     raise_any(problems)
 
 
@@ -95,7 +95,7 @@ def other_kind(path: str, names: set[str]) -> Problem | None:
 
 
 def _problems(place: Path) -> Iterator[Problem]:
-    names = {found.name for found in place.iterdir()}
+    names = {entry.name for entry in place.iterdir()}
     if len(names) > _MAX_FILES:
         yield Problem(_KEY, place, f"a model directory; this one has {len(names)} entries")
         return
@@ -109,8 +109,8 @@ def _problems(place: Path) -> Iterator[Problem]:
     shards, wrong = _shards(place, names)
     yield from wrong
     for name in sorted({"config.json"} & names | shards):
-        if said := unsafe_file(place, name, _cache_of(place)):
-            yield Problem(_KEY, place, f"files of that directory; {said}", "copy them into it")
+        if reason := unsafe_file(place, name, _cache_of(place)):
+            yield Problem(_KEY, place, f"files of that directory; {reason}", "copy them into it")
         elif name == "config.json":
             try:
                 config = read_json(place / name)
@@ -143,20 +143,20 @@ def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
     """Return the weight files that will be opened, and the problems of the index."""
     if "model.safetensors" in names or INDEX not in names:
         return {name for name in names if name.endswith(".safetensors")}, []
-    if said := unsafe_file(place, INDEX, _cache_of(place)):
-        return set(), [Problem(_KEY, place, f"files of that directory; {said}")]
+    if reason := unsafe_file(place, INDEX, _cache_of(place)):
+        return set(), [Problem(_KEY, place, f"files of that directory; {reason}")]
     try:
-        found = read_json(place / INDEX)
-        files = {str(file) for file in found["weight_map"].values()}
+        index = read_json(place / INDEX)
+        files = {str(file) for file in index["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return set(), [Problem(_KEY, place, f"an index that maps each weight to a file ({error})")]
 
     def wrong_with(file: str) -> str | None:
         return unsafe_name(file) or (None if (place / file).exists() else f"{file} is not there")
 
-    wrong = [said for file in sorted(files) if (said := wrong_with(file))]
+    wrong = [reason for file in sorted(files) if (reason := wrong_with(file))]
     expected = f"an index that names files of the directory; in {INDEX} "
-    problems = [Problem(_KEY, place, expected + said) for said in wrong[:5]]
+    problems = [Problem(_KEY, place, expected + reason) for reason in wrong[:5]]
     return set() if wrong else files, problems
 
 
@@ -192,18 +192,18 @@ def read_json(path: Path) -> JsonObject:
     """
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes")
-    found = json.loads(path.read_bytes(), object_pairs_hook=_once)
-    if not isinstance(found, dict):
+    value = json.loads(path.read_bytes(), object_pairs_hook=_once)
+    if not isinstance(value, dict):
         raise ValueError(f"{path.name} is not a JSON object")  # ValueError, as json's own errors
-    return found
+    return value
 
 
 def _once(pairs: list[tuple[str, object]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common()
         raise ValueError(f"{name} occurs twice")
-    return found
+    return fields
 
 
 def _cache_of(place: Path) -> Path | None:

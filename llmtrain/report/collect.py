@@ -200,14 +200,14 @@ def final_history(lines: Iterable[Line]) -> list[Line]:
     Of several lines about the same thing at the same step the last one counts. A start removes the
     lines of later steps.
     """
-    kept: dict[object, Line] = {}
+    latest: dict[object, Line] = {}
     for line in lines:
         if line["kind"] == "start":
-            kept = {what: old for what, old in kept.items() if old["step"] <= line["step"]}
+            latest = {what: old for what, old in latest.items() if old["step"] <= line["step"]}
         # Removed first, so that the order is that of the last lines.
-        kept.pop(what := _what(line), None)
-        kept[what] = line
-    return sorted(kept.values(), key=itemgetter("step"))
+        latest.pop(what := _what(line), None)
+        latest[what] = line
+    return sorted(latest.values(), key=itemgetter("step"))
 
 
 def column(lines: Sequence[Line], name: str) -> Points:
@@ -224,11 +224,11 @@ def joined(one: Points, other: Points) -> Iterator[tuple[int, float, float]]:
     """Yield the steps that two columns of the same lines have, with both numbers."""
     others = iter(other)
     step, value = next(others, (None, 0.0))
-    for own, number in one:
-        while step is not None and step < own:
+    for target, number in one:
+        while step is not None and step < target:
             step, value = next(others, (None, 0.0))
-        if step == own:
-            yield own, number, value
+        if step == target:
+            yield target, number, value
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int = MAX_BUCKETS) -> Curve:
@@ -281,16 +281,16 @@ def _json(path: Path) -> JsonObject:
 
 def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:
     """Return the first and last step of each range that a start went back behind."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     last = 0
     for line in lines:
         if line["kind"] == "start":
             if last > line["step"]:
-                found.append((line["step"] + 1, last))
+                ranges.append((line["step"] + 1, last))
             last = line["step"]
         elif line["kind"] == "train":
             last = max(last, line["step"])
-    return tuple(found)
+    return tuple(ranges)
 
 
 def _what(line: Line) -> object:

@@ -87,17 +87,17 @@ def render(runs: Sequence[Tables]) -> str:
 
 def sentence(rows: Sequence[ReportRow], measure: str) -> str:
     """Say which run ends lowest, of accuracy highest, and by how much."""
-    said, high = _MEASURES[measure], measure == "accuracy"
-    found = [(row.last, place) for place, row in enumerate(rows) if row.last is not None]
-    scored = sorted(found, key=lambda one: (-one[0] if high else one[0], one[1]))
+    label, high = _MEASURES[measure], measure == "accuracy"
+    results = [(row.last, place) for place, row in enumerate(rows) if row.last is not None]
+    scored = sorted(results, key=lambda one: (-one[0] if high else one[0], one[1]))
     if len(scored) < 2:
-        return f"Fewer than two of the runs have a {said}, so nothing can be compared."
+        return f"Fewer than two of the runs have a {label}, so nothing can be compared."
     (best, first), (next_, second) = scored[0], scored[1]
     if best == next_:
-        return f"{rows[first].name} and {rows[second].name} end equal: {said} {fixed(best)}."
+        return f"{rows[first].name} and {rows[second].name} end equal: {label} {fixed(best)}."
     apart = f"{fixed(abs(next_ - best))} {'above' if high else 'below'} {rows[second].name}"
     ends = "ends highest" if high else "ends lowest"
-    return f"{rows[first].name} {ends}: {said} {fixed(best)}, {apart}."
+    return f"{rows[first].name} {ends}: {label} {fixed(best)}, {apart}."
 
 
 def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
@@ -108,11 +108,11 @@ def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
         values = [run.settings.get(key, "–") for run in runs]
         if key not in _OWN and any(value != values[0] for value in values):
             rows.append((key, [compact(value) for value in values]))
-    told = {
+    start_facts = {
         "processes": [_of_start(run, "world_size") for run in runs],
         "strategy": [strategy_in_words(run.last_start) for run in runs],
     }
-    for name, starts in told.items():
+    for name, starts in start_facts.items():
         if len(set(starts)) > 1:
             rows.append((name, starts))
     return rows

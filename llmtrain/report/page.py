@@ -222,7 +222,7 @@ def _untaught(tables: Tables) -> tuple[tuple[str, float], ...]:
 def _answers(tables: Tables) -> list[Figure]:
     """Return the figures of a run on pairs: accuracy, rewards and log-probabilities."""
     sides = ("good", "bad") if tables.pair_loss == "kto" else ("chosen", "rejected")
-    found, share = [], {"training": tables.train, "held-out": tables.evaluations}
+    pair_figures, share = [], {"training": tables.train, "held-out": tables.evaluations}
     series = []
     for place, (label, lines) in enumerate(share.items()):
         points = [(step, 100 * value) for step, value in column(lines, "accuracy")]
@@ -231,7 +231,7 @@ def _answers(tables: Tables) -> list[Figure]:
             series.append(Series(label, curve, place, dots=bool(place) and len(points) <= _ROWS))
     if series:
         limit = (("guessing", 50.0),)
-        found.append(Figure("accuracy", "Accuracy", "% of the pairs", tuple(series), limit))
+        pair_figures.append(Figure("accuracy", "Accuracy", "% of the pairs", tuple(series), limit))
     kinds = (("reward", "Rewards", ""), ("logp", "Log-probability of answers", "nats"))
     for field, title, unit in kinds:
         columns = [tables.numbers(f"{half}_{field}") for half in ("chosen", "rejected")]
@@ -241,8 +241,8 @@ def _answers(tables: Tables) -> list[Figure]:
             if points
         )
         if both:
-            found.append(Figure(field, f"{title}, training", unit, both))
-    return found
+            pair_figures.append(Figure(field, f"{title}, training", unit, both))
+    return pair_figures
 
 
 def _small(

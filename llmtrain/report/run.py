@@ -59,8 +59,10 @@ class Run:
 
         None without any, as when no held-out loss is finite.
         """
-        found = verdict.best_checkpoint(self._tables())
-        return self.directory / contents.CHECKPOINTS / str(found["name"]) if found else None
+        checkpoint = verdict.best_checkpoint(self._tables())
+        return (
+            self.directory / contents.CHECKPOINTS / str(checkpoint["name"]) if checkpoint else None
+        )
 
     def metrics(self, kind: str) -> list[JsonObject]:
         """Return the lines of a kind (`train`, `eval`, …) of the final history, by step."""

@@ -46,8 +46,8 @@ class Check:
 
 def sentence(tables: Tables) -> str:
     """Describe the run in a few sentences: its state, and what is wrong, else how the loss went."""
-    told = failures(tables) or [_learned(tables)]
-    return " ".join([_state(tables), *told, *_preferred(tables)])
+    findings = failures(tables) or [_learned(tables)]
+    return " ".join([_state(tables), *findings, *_preferred(tables)])
 
 
 def failures(tables: Tables) -> list[str]:
@@ -63,30 +63,30 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
         [] if lost else column(tables.evaluations, measure)
         for measure in ("bits_per_byte", "perplexity")
     )
-    found = []
+    rows = []
     if losses:
         best = min(value for _, value in losses)
         last = NOT_FINITE if lost else fixed(losses[-1][1])
         remark = "the best" if losses[-1][1] <= best and not lost else f"best {fixed(best)}"
-        found.append((name, last, f"{remark}, from {fixed(losses[0][1])}"))
+        rows.append((name, last, f"{remark}, from {fixed(losses[0][1])}"))
     elif lost:
-        found.append((name, NOT_FINITE, "in every evaluation"))
+        rows.append((name, NOT_FINITE, "in every evaluation"))
     elif trained := tables.numbers("loss"):
-        found.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
+        rows.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
     if right := [] if lost else column(tables.evaluations, "accuracy"):
-        found.append(("accuracy", percent(right[-1][1]), f"from {percent(right[0][1])}"))
+        rows.append(("accuracy", percent(right[-1][1]), f"from {percent(right[0][1])}"))
     elif bits:
-        found.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
+        rows.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
     elif perplexity:
-        found.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
+        rows.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
     if tokens := tables.numbers("tokens"):
         sums = tables.sums
         speed = sums.gained / sums.seconds if sums.seconds else None
-        found.append(("tokens", short(tokens[-1][1]), f"{short(speed)} a second"))
+        rows.append(("tokens", short(tokens[-1][1]), f"{short(speed)} a second"))
     share = goodput(tables)
     remark = "" if share is None else f"goodput {percent(share)}"
-    found.append(("time", duration(tables.wall_seconds), remark))
-    return found
+    rows.append(("time", duration(tables.wall_seconds), remark))
+    return rows
 
 
 def ended_not_finite(tables: Tables) -> bool:
@@ -201,10 +201,12 @@ def _is_rising(losses: Sequence[float]) -> bool:
 
 def _preferred(tables: Tables) -> list[str]:
     """Say of a run on pairs how often it prefers the chosen answer, and what that has cost."""
-    said = []
+    sentences = []
     if right := [value for _, value in column(tables.evaluations, "accuracy")]:
         ends = f"to {percent(right[-1])} of the held-out pairs"
-        said.append(f"Accuracy went from {percent(right[0])} {ends}." if len(right) > 1 else "")
+        sentences.append(
+            f"Accuracy went from {percent(right[0])} {ends}." if len(right) > 1 else ""
+        )
     # The loss by token of chosen answers: of training steps, whose answers differ in length, the
     # mean of those at both ends.
     losses: Sequence[float] = [value for _, value in column(tables.evaluations, "chosen_loss")]
@@ -216,11 +218,11 @@ def _preferred(tables: Tables) -> list[str]:
     fallen = losses[-1] / losses[0] - 1 if losses and losses[0] > 0 else 0.0
     if fallen > _FALLEN:
         what = "preference.beta" if tables.pair_loss == "kto" else "preference.sft_weight"
-        said.append(
+        sentences.append(
             f"The log-probability of chosen answers fell by {percent(fallen)} from its start "
             f"(likelihood displacement): a larger {what} or a lower learning rate holds it."
         )
-    return [one for one in said if one]
+    return [one for one in sentences if one]
 
 
 def waiting_share(tables: Tables) -> float:
@@ -232,26 +234,26 @@ def _steps(tables: Tables) -> Check:
     state = tables.status.get("state")
     mark = {"finished": GOOD, "failed": BAD}.get(str(state), LOOK)
     of = f" of {count(tables.steps)}" if tables.steps else ""
-    said = f"{count(last_step(tables))}{of}, {clip(state or 'state unknown', 80)}"
+    summary = f"{count(last_step(tables))}{of}, {clip(state or 'state unknown', 80)}"
     few = [one for one in tables.events if one.get("event") == "few_steps"]
     if detail := few[-1].get("detail") if few else None:
         mark = LOOK if mark == GOOD else mark
-        said += f"; few: {short(detail['tokens'])} trained tokens"
-        said += f", try {clip(detail['remedy'], 80)}"
-    return Check(mark, "steps", said)
+        summary += f"; few: {short(detail['tokens'])} trained tokens"
+        summary += f", try {clip(detail['remedy'], 80)}"
+    return Check(mark, "steps", summary)
 
 
 def _heldout(tables: Tables) -> Check:
     name, losses = "held-out loss", [value for _, value in column(tables.evaluations, "loss")]
     if ended_not_finite(tables):
         step = count(tables.evaluations[-1]["step"])
-        said = f"The held-out loss of step {step} is {NOT_FINITE}"
-        said += f"; its best was {fixed(min(losses))}." if losses else "."
-        return Check(BAD, name, f"{NOT_FINITE} at step {step}, the last evaluation", said)
+        statement = f"The held-out loss of step {step} is {NOT_FINITE}"
+        statement += f"; its best was {fixed(min(losses))}." if losses else "."
+        return Check(BAD, name, f"{NOT_FINITE} at step {step}, the last evaluation", statement)
     if not losses:
         return Check(LOOK, name, "nothing was evaluated")
     first, last, best = losses[0], losses[-1], min(losses)
-    found, mark, said = [fixed(last)], GOOD, ""
+    facts, mark, statement = [fixed(last)], GOOD, ""
     step, several = tables.evaluations[-1]["step"], len(losses) > 1
     if not step or _is_rising(losses) or (several and last >= first):
         mark = LOOK
@@ -259,29 +261,29 @@ def _heldout(tables: Tables) -> Check:
     if tables.pair_loss is None and isinstance(vocabulary, int) and vocabulary > 1:
         guessing = fixed(math.log(vocabulary))
         is_worse = bool(step) and last > math.log(vocabulary)
-        found.append(f"{_WORSE} {guessing}" if is_worse else f"guessing {guessing}")
+        facts.append(f"{_WORSE} {guessing}" if is_worse else f"guessing {guessing}")
         if is_worse:
             went = f"went from {fixed(first)} to" if several else "is"
             least = f"; its best was {fixed(best)}" if best < last else ""
-            said = f"Held-out loss {went} {fixed(last)}, {_WORSE} ({guessing}){least}."
+            statement = f"Held-out loss {went} {fixed(last)}, {_WORSE} ({guessing}){least}."
             mark = BAD
     if trained := [value for _, value in tables.numbers("loss")[-10:]]:
-        found.append(f"last training losses {fixed(fmean(trained))}")
+        facts.append(f"last training losses {fixed(fmean(trained))}")
     if right := column(tables.evaluations, "accuracy"):
-        found.append(f"accuracy {percent(right[-1][1])}")
-    return Check(mark, name, ", ".join(found), said)
+        facts.append(f"accuracy {percent(right[-1][1])}")
+    return Check(mark, name, ", ".join(facts), statement)
 
 
 def _interruptions(tables: Tables) -> Check:
     times = len(tables.restarts)
     if not times:
         return Check(GOOD, "interruptions", "none")
-    said = plural(times, "restart", "restarts")
+    summary = plural(times, "restart", "restarts")
     if tables.redone:
         ranges = [f"{count(a)}–{count(b)}" if a < b else count(a) for a, b in tables.redone[-5:]]
         more = ", …" if len(tables.redone) > 5 else ""
-        said += f"; done again: steps {', '.join(ranges)}{more}"
-    return Check(LOOK, "interruptions", said)
+        summary += f"; done again: steps {', '.join(ranges)}{more}"
+    return Check(LOOK, "interruptions", summary)
 
 
 def skipped_steps(tables: Tables) -> tuple[int, ...]:
@@ -297,25 +299,25 @@ def _skipped(tables: Tables) -> Check:
         return Check(GOOD, "skipped updates", "none")
     done = last_step(tables)
     mark = BAD if len(steps) > 0.01 * max(1, done) else LOOK
-    found = f"{count(len(steps))}: loss or gradient was not finite"
-    said = f"{plural(len(steps), 'update', 'updates')} of {count(done)} steps were skipped, "
-    said += "as loss or gradient was not finite."
-    return Check(mark, "skipped updates", found, said)
+    summary = f"{count(len(steps))}: loss or gradient was not finite"
+    statement = f"{plural(len(steps), 'update', 'updates')} of {count(done)} steps were skipped, "
+    statement += "as loss or gradient was not finite."
+    return Check(mark, "skipped updates", summary, statement)
 
 
 def _memory(tables: Tables) -> Check:
     peaks = tables.numbers("memory_gb").values
     if not peaks:
         return Check(LOOK, "memory", "not recorded")
-    said, mark = f"{fixed(max(peaks), 2)} GiB at most", GOOD
+    summary, mark = f"{fixed(max(peaks), 2)} GiB at most", GOOD
     compared = [one for one in tables.events if one.get("event") == "memory_compared"]
     detail = compared[-1].get("detail") if compared else None
     if isinstance(detail, dict) and isinstance(planned := detail.get("planned_gb"), int | float):
-        said += f", planned {fixed(planned, 2)} GiB"
+        summary += f", planned {fixed(planned, 2)} GiB"
         mark = LOOK if max(peaks) > 1.1 * planned else GOOD
     if device := room(tables):
-        said += f", the device has {fixed(device, 1)} GiB"
-    return Check(mark, "memory", said)
+        summary += f", the device has {fixed(device, 1)} GiB"
+    return Check(mark, "memory", summary)
 
 
 def room(tables: Tables) -> float | None:
@@ -330,5 +332,5 @@ def _checkpoints(tables: Tables) -> Check:
     if not kept:
         return Check(LOOK, "checkpoints", "none is in the run directory")
     best = best_checkpoint(tables)
-    said = f"{count(len(kept))} kept, newest {kept[-1]['name']}"
-    return Check(GOOD, "checkpoints", f"{said}, best {best['name']}" if best else said)
+    summary = f"{count(len(kept))} kept, newest {kept[-1]['name']}"
+    return Check(GOOD, "checkpoints", f"{summary}, best {best['name']}" if best else summary)

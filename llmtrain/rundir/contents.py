@@ -109,11 +109,11 @@ def check(run_dir: Path) -> None:
     remedy = "move it away, or set run.dir to another directory"
     problems = []
     for folder, names, wanted in _KINDS:
-        there = sorted((run_dir / folder).iterdir()) if (run_dir / folder).is_dir() else []
-        for path in there:
-            found = _what(path) if re.fullmatch(names, path.name) else None
-            if found not in (wanted, None):
-                expected = f"{wanted}, or nothing of that name; it is {found}"
+        entries = sorted((run_dir / folder).iterdir()) if (run_dir / folder).is_dir() else []
+        for path in entries:
+            kind = _what(path) if re.fullmatch(names, path.name) else None
+            if kind not in (wanted, None):
+                expected = f"{wanted}, or nothing of that name; it is {kind}"
                 problems.append(Problem(str(path), None, expected, remedy))
     raise_any(problems)
 
@@ -141,7 +141,7 @@ def is_run(path: Path) -> bool:
 
 def is_begun(path: Path) -> bool:
     """Whether a directory is that of a run, or of a start that has made nothing but its lock."""
-    names = {found.name for found in path.iterdir()} if path.is_dir() else {""}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
     return is_run(path) or names <= {LOCK, SHARED, LOGS, CONFIG, RENDEZVOUS}
 
 
@@ -172,15 +172,15 @@ def write_output(key: str, path: Path, data: bytes) -> bool:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = "a link" if path.is_symlink() else _what(path)
-        if found not in (_FILE, None):
-            expected = f"{_FILE}, or a name that does not exist yet; it is {found}"
+        kind = "a link" if path.is_symlink() else _what(path)
+        if kind not in (_FILE, None):
+            expected = f"{_FILE}, or a name that does not exist yet; it is {kind}"
             raise UserError(Problem(key, path, expected, f"another {key}"))
         system.write_durably(path, data, sync=False)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(Problem(key, path, f"a file that can be written ({why})")) from error
-    return found is not None
+    return kind is not None
 
 
 _LOOKS = 40
@@ -198,43 +198,43 @@ def check_shared(run_dir: Path, ranks: Ranks, wait: Callable[[float], object] = 
         return
     token = from_rank_zero(ranks, lambda: uuid.uuid4().hex)
     on_rank_zero(ranks, lambda: write_atomically(run_dir / SHARED, token.encode()))
-    heard = gathered(ranks, [socket.gethostname(), _trouble(run_dir, token, wait)])
-    on_rank_zero(ranks, lambda: _refuse_other(run_dir, heard))
+    reports = gathered(ranks, [socket.gethostname(), _trouble(run_dir, token, wait)])
+    on_rank_zero(ranks, lambda: _refuse_other(run_dir, reports))
 
 
 def _trouble(run_dir: Path, token: str, wait: Callable[[float], object]) -> str | None:
     """Return why this rank cannot use rank 0's directory; None if it can."""
-    said = None
+    reason = None
     for _ in range(_LOOKS):
         try:
             if (run_dir / SHARED).read_bytes() == token.encode():
                 writable = os.access(run_dir, os.W_OK | os.X_OK)
                 return None if writable else "it cannot be written there"
-            said = "another file of that name is there"
+            reason = "another file of that name is there"
         except OSError as error:
-            said = error.strerror or str(error)
+            reason = error.strerror or str(error)
             if error.errno not in _NOT_YET:
-                return said
+                return reason
         # Open the directories, so that NFS asks its server; otherwise it asks every half minute.
         for directory in (*reversed(run_dir.absolute().parents), run_dir):
             with contextlib.suppress(OSError):
                 os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
         wait(_BETWEEN_SECONDS)
-    return said
+    return reason
 
 
-def _refuse_other(run_dir: Path, heard: Sequence[tuple[str, str | None]]) -> None:
-    """Raise UserError if any rank has trouble. heard: the host and the trouble of each rank."""
+def _refuse_other(run_dir: Path, reports: Sequence[tuple[str, str | None]]) -> None:
+    """Raise UserError if any rank has trouble. reports: the host and the trouble of each rank."""
     (run_dir / SHARED).unlink(missing_ok=True)
     troubled: dict[tuple[str, str], list[str]] = {}
-    for rank, (host, trouble) in enumerate(heard):
+    for rank, (host, trouble) in enumerate(reports):
         if trouble:
             troubled.setdefault((host, trouble), []).append(str(rank))
     problems = [
         Problem(
             f"run.dir on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} (host {host})",
             run_dir.absolute(),
-            f"the directory in which rank 0 (host {heard[0][0]}) writes: {trouble}",
+            f"the directory in which rank 0 (host {reports[0][0]}) writes: {trouble}",
             "a file system that all machines share, mounted at the same place on each",
         )
         for (host, trouble), ranks in troubled.items()

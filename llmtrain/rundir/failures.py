@@ -133,15 +133,15 @@ def outranking(
 
     Looks repeatedly for `seconds`, or until it finds a cause.
     """
-    found, world_size = None, int(os.environ.get("WORLD_SIZE", "1"))
+    worst_mark, world_size = None, int(os.environ.get("WORLD_SIZE", "1"))
     for look in range(_LOOKS + 1):
         if look:
             wait(seconds / _LOOKS)
         marks = (mark for mark in read(run_dir) if 0 < mark.rank < world_size)
-        found = worst(mark for mark in marks if _is_of_this_start(mark))
-        if found is not None and found.is_cause:
+        worst_mark = worst(mark for mark in marks if _is_of_this_start(mark))
+        if worst_mark is not None and worst_mark.is_cause:
             break
-    return found
+    return worst_mark
 
 
 def refused_before(run_dir: Path, config: str) -> Mark | None:
@@ -167,23 +167,23 @@ def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
         return []
     rank, local = int(environ["RANK"]), int(environ["LOCAL_RANK"])
     first = rank - local
-    there = _alive()  # before the marks are read: a rank writes its mark and then ends
-    if rank not in there:
+    known = _alive()  # before the marks are read: a rank writes its mark and then ends
+    if rank not in known:
         return []
-    there |= {mark.rank for mark in read(run_dir) if _is_of_this_start(mark)}
+    known |= {mark.rank for mark in read(run_dir) if _is_of_this_start(mark)}
     here = range(first, first + int(environ["LOCAL_WORLD_SIZE"]))
-    return [one for one in here if one not in there]
+    return [one for one in here if one not in known]
 
 
 def versions(run_dir: Path) -> dict[Path, tuple[int, int]]:
     """Return path → (inode, modification time) of the marks that exist now, for `new_since`."""
-    found = {}
+    stamps = {}
     for rank in _ranks(run_dir):
         path = _path(run_dir, rank)
         with suppress(FileNotFoundError):  # its rank has started again and removed it
             stat = path.stat()
-            found[path] = (stat.st_ino, stat.st_mtime_ns)
-    return found
+            stamps[path] = (stat.st_ino, stat.st_mtime_ns)
+    return stamps
 
 
 def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mark]:
@@ -203,13 +203,13 @@ def _ranks(run_dir: Path) -> list[int]:
 
 def _read_all(paths: Iterable[Path]) -> list[Mark]:
     """Return the marks in these files, without files that are gone or are not marks."""
-    found = []
+    marks = []
     for path in paths:
         with suppress(FileNotFoundError, IsADirectoryError, ValueError, TypeError):
             mark = Mark(**json.loads(path.read_bytes()))
             if isinstance(mark.code, int) and isinstance(mark.rank, int):
-                found.append(mark)
-    return found
+                marks.append(mark)
+    return marks
 
 
 def _this_start() -> tuple[str, str, int]:
@@ -231,13 +231,13 @@ def _is_of_this_start(mark: Mark) -> bool:
 
 def _alive() -> set[int]:
     """Return the ranks that the parent of this process has started and that have not ended."""
-    found = set()
+    ranks = set()
     for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         for pid in _text(listing).split():
-            found_rank = re.search(r"(?:^|\0)RANK=(\d+)\0", _text(Path(f"/proc/{pid}/environ")))
-            if found_rank and is_alive(int(pid)):
-                found.add(int(found_rank[1]))
-    return found
+            match = re.search(r"(?:^|\0)RANK=(\d+)\0", _text(Path(f"/proc/{pid}/environ")))
+            if match and is_alive(int(pid)):
+                ranks.add(int(match[1]))
+    return ranks
 
 
 def _text(path: Path) -> str:

@@ -132,21 +132,23 @@ class Restart:
 
 def changes(lines: Iterable[JsonMapping]) -> list[Restart]:
     """Return the changes between the starts of a run. lines: the record, oldest first"""
-    found: list[Restart] = []
+    restarts: list[Restart] = []
     first: JsonMapping | None = None
     farthest, at = 0, 0.0  # the last new step, and when it was recorded
     for line in lines:
         if line["kind"] == "start":
-            before = found[-1].processes if found else int((first or {}).get("world_size") or 0)
+            before = (
+                restarts[-1].processes if restarts else int((first or {}).get("world_size") or 0)
+            )
             if first is not None:
                 size, again = int(line.get("world_size") or 0), max(0, farthest - line["step"])
-                found.append(Restart(line["time"], line["step"], before, size, again, None))
+                restarts.append(Restart(line["time"], line["step"], before, size, again, None))
             first = first or line
         elif line["kind"] == "train" and line["step"] > farthest:
-            if found and found[-1].seconds is None and at:
-                found[-1] = replace(found[-1], seconds=max(0.0, line["time"] - at))
+            if restarts and restarts[-1].seconds is None and at:
+                restarts[-1] = replace(restarts[-1], seconds=max(0.0, line["time"] - at))
             farthest, at = line["step"], line["time"]
-    return found
+    return restarts
 
 
 def without_idle_starts(lines: Sequence[JsonMapping]) -> list[JsonMapping]:

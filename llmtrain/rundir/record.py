@@ -186,19 +186,19 @@ def short_record(run_dir: Path, *, steps: bool = True) -> tuple[list[Line], int]
         reading 100,000 of them takes seconds
     """
     path, unread = run_dir / METRICS, 0
-    found: list[Line] = []
+    lines: list[Line] = []
     kinds: dict[str, _LinesOfKind] = {}
     for value, start, size in _values(path, steps=steps):
         if value is not None and is_of_record(value):
             kind = value["kind"]
             if kind not in kinds:
                 kinds[kind] = _LinesOfKind(path, kind)
-            found.append(kinds[kind].add(value, start, size))
+            lines.append(kinds[kind].add(value, start, size))
             continue
         unread += 1
         if value is not None and unread <= _NAMED_LINES:
             _log.warning("left out a line of %s without kind, time and step: %.80s", path, value)
-    return found, unread
+    return lines, unread
 
 
 def require_record(run_dir: Path) -> None:
@@ -242,9 +242,9 @@ class Line(JsonMapping):
         return self.whole().get(name, default)
 
     def __getitem__(self, name: str) -> Any:
-        if (found := self.get(name, _MISSING)) is _MISSING:
+        if (value := self.get(name, _MISSING)) is _MISSING:
             raise KeyError(name)
-        return found
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.whole())

@@ -104,8 +104,8 @@ class Column:
             expected = f"a value for each pair; it has none for {number} of {len(keys)}"
             remedy = f"checkpoint.accept_changes=[{KEY}], which computes the column again"
             raise UserError(Problem(KEY, f"{len(self)} pairs", expected, remedy))
-        found: np.ndarray = self.values[places]
-        return found
+        values: np.ndarray = self.values[places]
+        return values
 
     def plus(self, others: Iterable[Column]) -> Column:
         """Return the column with the pairs of others too, each once: that of the earliest block.

@@ -68,10 +68,10 @@ def start_status(
     `restarts`. Raises RunError (74).
     """
     before = read_status(run_dir)
-    kept = {key: before[key] for key in _CARRIED if before.get(key) is not None}
+    carried = {key: before[key] for key in _CARRIED if before.get(key) is not None}
     restarts = before["restarts"] + 1 if "restarts" in before else 0
     started = {"strategy": strategy, "world_size": world_size, "restarts": restarts}
-    return _replace(run_dir, _EMPTY | {"run_id": run_id} | kept | started)
+    return _replace(run_dir, _EMPTY | {"run_id": run_id} | carried | started)
 
 
 def write_status(run_dir: Path, before: JsonMapping | None = None, **fields: object) -> JsonObject:

@@ -199,12 +199,12 @@ def strategy_in_words(start: JsonMapping) -> str:
 def in_words(event: JsonMapping) -> str:
     """Return a sentence for an `event` line; an unknown event is shown by its name."""
     name = str(event.get("event") or "an event without a name")
-    said = WORDS.get(name, name)
+    sentence = WORDS.get(name, name)
     detail = event.get("detail")
     if not isinstance(detail, Mapping) or not detail:
-        return f"{said}."
+        return f"{sentence}."
     facts = ", ".join(f"{str(key).replace('_', ' ')} {_short(one)}" for key, one in detail.items())
-    return f"{said}: {facts}."
+    return f"{sentence}: {facts}."
 
 
 def _short(value: object) -> str:

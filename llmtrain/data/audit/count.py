@@ -256,10 +256,10 @@ class _Counter:
                 quota = -(-left // max(1, spread - number + 1))
             exact = self._look(piece, quota, met, held) and exact
         chosen = pieces[:number]
-        found = self._scale(met, chosen, [(piece, 1) for piece in pieces])
+        totals = self._scale(met, chosen, [(piece, 1) for piece in pieces])
         if exact and len(chosen) == len(pieces):
-            return True, found, found - self._scale(held, pieces, [(p, 1) for p in pieces])
-        return False, found, self._scale(met, chosen, [(p, p.trained) for p in pieces])
+            return True, totals, totals - self._scale(held, pieces, [(p, 1) for p in pieces])
+        return False, totals, self._scale(met, chosen, [(p, p.trained) for p in pieces])
 
     def _scale(
         self, met: np.ndarray, chosen: Sequence[_Piece], shares: Sequence[tuple[_Piece, float]]
@@ -273,9 +273,9 @@ class _Counter:
         size, rows = sum(piece.size for piece in chosen), sum(piece.rows for piece in chosen)
         by_size = sum(p.size * share for p, share in shares) / size if size else 1.0
         by_rows = sum(p.rows * share for p, share in shares) / rows if rows else by_size
-        found: np.ndarray = met * (by_rows, by_size, by_size, by_rows, by_rows)
-        found[2] += self.separators * found[0]
-        return found
+        scaled: np.ndarray = met * (by_rows, by_size, by_size, by_rows, by_rows)
+        scaled[2] += self.separators * scaled[0]
+        return scaled
 
     def _look(self, piece: _Piece, limit: int | None, met: np.ndarray, held: np.ndarray) -> bool:
         """Read a piece and tokenize some of its documents; return whether it was all of them.
@@ -369,9 +369,9 @@ class _Counter:
                 alone = reader.units.groups(source, unit.file)[unit.group][1] > GROUP_LIMIT
             together.setdefault((*unit[:2], unit.start if alone else -1), []).append(u)
         for members in together.values():
-            own = [source.units[u] for u in members]
-            size = sum(text_size(source, unit, reader) for unit in own)
-            rows = sum(unit.stop - unit.start for unit in own if unit.group >= 0)
+            member_units = [source.units[u] for u in members]
+            size = sum(text_size(source, unit, reader) for unit in member_units)
+            rows = sum(unit.stop - unit.start for unit in member_units if unit.group >= 0)
             chosen = sum(u in source.heldout_units for u in members)
             held = source.threshold / 2**64 * chosen / len(members)
             yield _Piece(tuple(members), size, rows, 1 - held)
@@ -444,8 +444,8 @@ class _Lengths:
         """Return encoded documents as `DocumentEncoder` does, in their lengths."""
         keys = [(source.label, xxhash.xxh3_128_digest(text.encode())) for text in texts]
         new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self._known}
-        found = self._encoder.documents(source, list(new.values()))
-        for key, one in zip(new, found, strict=True):
+        encoded = self._encoder.documents(source, list(new.values()))
+        for key, one in zip(new, encoded, strict=True):
             # Judged answers that are equal must stay so: packing looks for one that differs.
             answer = one.ids[one.answer :].tobytes() if one.answer else b""
             same = NO_ID if not answer else np.uint32(xxhash.xxh32_intdigest(answer)).view(np.int32)

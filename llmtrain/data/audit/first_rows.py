@@ -50,16 +50,16 @@ def check_first_rows(survey: Survey, encoder: DocumentEncoder) -> list[Encoded]:
     """
     reader = Reader(survey.reading)
     problems: list[Problem] = []
-    found: list[Encoded] = []
+    encoded: list[Encoded] = []
     for k, source in enumerate(survey.sources):
         if source.form is not None:
             rows = list(islice(_rows(source, survey.settings.seed, reader, encoder), FIRST))
             problems += _problems(
                 source, f"data.sources.{k}", rows, reader, survey.settings.data.seq_len
             )
-            found += [one.encoded for one in rows if one.encoded.trained is not None]
+            encoded += [one.encoded for one in rows if one.encoded.trained is not None]
     raise_any(problems)
-    return found
+    return encoded
 
 
 def share_filled(rows: Sequence[Encoded], seq_len: int) -> float:
@@ -119,8 +119,8 @@ def _unread_keys(
         value = ours.get(name)
         for message in value if isinstance(value, list) else [value]:
             if isinstance(message, dict):
-                there = (key for key, value in message.items() if value is not None)
-                yield from (f"{name}.{key}" for key in there if key not in known)
+                keys = (key for key, value in message.items() if value is not None)
+                yield from (f"{name}.{key}" for key in keys if key not in known)
 
 
 def describe_unread(counts: Mapping[str, int]) -> str:

@@ -116,12 +116,12 @@ def origins(
 ) -> dict[LaneDocument, Origin]:
     """Return where documents come from. Each unit that one of them is in is read again."""
     wanted: dict[tuple[int, int], list[LaneDocument]] = defaultdict(list)
-    found: dict[LaneDocument, Origin] = {}
+    origin_of: dict[LaneDocument, Origin] = {}
     for document in documents:
         k, lane, epoch, position, row = document
         if manifest.sources[k].cached:
             file, at = token_cache.place_of(manifest.sources[k], row)
-            found[document] = Origin(file, None, at, str(row), None, None)
+            origin_of[document] = Origin(file, None, at, str(row), None, None)
         else:
             wanted[k, unit_at(manifest, k, epoch, lane, position)].append(document)
     for (k, u), asked in wanted.items():
@@ -129,8 +129,8 @@ def origins(
         rows = rows_of(reader, source, unit)
         for document in asked:
             row = row_order(manifest, k, u, document.epoch, len(rows))[document.row]
-            found[document] = _origin(source, unit, rows[row])
-    return found
+            origin_of[document] = _origin(source, unit, rows[row])
+    return origin_of
 
 
 def _origin(source: Source, unit: Unit, row: RowPlace) -> Origin:

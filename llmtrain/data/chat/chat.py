@@ -230,11 +230,11 @@ class Chat:
         lead = self._encoder.encode(self._end.lead).ids
         return [
             mask.TokenSequence(
-                one.ids, [n >= first and (n < own or t) for n, t in enumerate(one.trained)]
+                one.ids, [n >= first and (n < start or t) for n, t in enumerate(one.trained)]
             )
-            if one.ids[first:own] == lead
+            if one.ids[first:start] == lead
             else one
-            for one, own in zip(halves, firsts, strict=True)
+            for one, start in zip(halves, firsts, strict=True)
         ]
 
     def probe(self) -> str:
@@ -392,15 +392,15 @@ class Chat:
         if self._control.find(messages, tools) is None:
             return messages, tools
         messages, tools = encode.without_marks(messages), encode.without_marks(tools)
-        found = self._control.find(messages, tools)
-        if found is not None and self.settings.control_tokens == "error":
-            raise _control_token(found)
+        token = self._control.find(messages, tools)
+        if token is not None and self.settings.control_tokens == "error":
+            raise _control_token(token)
         plain = self.render(messages, tools, prompt)
         for special in (False, True):
             marked = self._control.mark(messages, tools, special=special)
             if encode.unmark(self.render(*marked, prompt)) == plain:
                 return marked
-        raise BadRowError("control_tokens", f"the template reads {found!r} in the content")
+        raise BadRowError("control_tokens", f"the template reads {token!r} in the content")
 
     def _fits(self, messages: Sequence[Message], tools: Tools) -> bool:
         text = self.render(messages, tools) + self._end.closing(messages[-1], None)

@@ -71,10 +71,10 @@ class Control:
             for name, value in message.items():
                 pattern = self._pattern(message, name, alone=False)
                 for text in _strings(value):
-                    if found := pattern.search(text):
-                        return found.group()
+                    if match := pattern.search(text):
+                        return match.group()
         matches = (self.every.search(text) for text in _strings(tools))
-        return next((found.group() for found in matches if found), None)
+        return next((match.group() for match in matches if match), None)
 
     def mark(
         self, messages: Iterable[Message], tools: object, *, special: bool
@@ -135,11 +135,11 @@ def _branches(words: Mapping[str, str]) -> str:
     if len(words) == 1:
         ((word, behind),) = words.items()
         return re.escape(word) + behind
-    found = [
+    alternatives = [
         re.escape(first) + _branches({word[1:]: words[word] for word in some})
         for first, some in groupby(sorted(words, reverse=True), key=lambda word: word[:1])
     ]  # in reverse, a word is behind those that it begins
-    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+    return alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
 
 
 def _marker(pattern: re.Pattern[str]) -> Callable[[str], str]:
@@ -276,14 +276,14 @@ class OffsetEncoder:
     def _parts(self, text: str, kind: Kind) -> list[TextPart]:
         if START not in text and END not in text:
             return list(self._between(text, 0, kind))
-        found: list[TextPart] = []
+        parts: list[TextPart] = []
         start = 0
         for match in _MARKED.finditer(text):
-            found += self._between(text[start : match.start()], start, kind)
+            parts += self._between(text[start : match.start()], start, kind)
             if match[1]:
-                found.append(TextPart(match.start(1), "literal", match[1]))
+                parts.append(TextPart(match.start(1), "literal", match[1]))
             start, kind = match.end(), "glued"
-        return [*found, *self._between(text[start:], start, kind)]
+        return [*parts, *self._between(text[start:], start, kind)]
 
     def _between(self, text: str, offset: int, kind: Kind) -> Iterator[TextPart]:
         """Yield the parts of a text without marks: added tokens, and what is between them."""
@@ -376,7 +376,7 @@ def of_back_end(tokenizer: Tokenizer) -> TextEncoders | None:
     ids = {one.content: [id] for id, one in added.items()}
 
     def bare(texts: list[str]) -> list[list[int]]:
-        return [found.tolist() for found in tokenizer.encode_batch(texts)]
+        return [encoded.tolist() for encoded in tokenizer.encode_batch(texts)]
 
     def whole(texts: list[str]) -> list[list[int]]:
         return [ids.get(text) or bare([text])[0] for text in texts]

@@ -93,11 +93,11 @@ class EndOfTurn:
         """
         if message["role"] != "assistant":
             return ""
-        own, other, role = self.after_answer, self.after_call, "tool"
+        end, other, role = self.after_answer, self.after_call, "tool"
         if message.get("tool_calls"):
-            own, other, role = self.after_call, self.after_answer, "user"
-        turned = own and other and following is not None and following["role"] == role
-        return other if turned else own
+            end, other, role = self.after_call, self.after_answer, "user"
+        turned = end and other and following is not None and following["role"] == role
+        return other if turned else end
 
     def stop(self, rendered: str) -> int:
         """Return where the last end-of-turn token of a text ends, or -1 if it has none.
@@ -129,11 +129,11 @@ def find_call(write: Write) -> Call:
     As strings, if it writes objects not at all or as Python shows them. write: renders messages
     """
     objects, strings = CALLED.messages, CALLED.with_strings
-    found = Call("object", objects, _text_of_call(write, objects))
-    if TOWN in found.text and str(_arguments(objects)) not in found.text:
-        return found
+    call = Call("object", objects, _text_of_call(write, objects))
+    if TOWN in call.text and str(_arguments(objects)) not in call.text:
+        return call
     text = _text_of_call(write, strings)
-    return Call("string", strings, text) if _arguments(strings) in text else found
+    return Call("string", strings, text) if _arguments(strings) in text else call
 
 
 def find_end_of_turn(
@@ -198,13 +198,13 @@ class _Behind(NamedTuple):
     own: str
     following: str
 
-    def is_ended(self, found: Sequence[str]) -> bool:
+    def is_ended(self, tokens: Sequence[str]) -> bool:
         """Return whether the template writes one of these tokens itself."""
-        return any(token in self.own for token in found)
+        return any(token in self.own for token in tokens)
 
-    def closing(self, found: Sequence[str]) -> str:
+    def closing(self, tokens: Sequence[str]) -> str:
         """Return what has to be put behind a turn, so that one of these tokens ends it."""
-        ends = not self.is_ended(found) and self.following.lstrip() in found
+        ends = not self.is_ended(tokens) and self.following.lstrip() in tokens
         return self.following if ends else ""
 
 
@@ -227,8 +227,8 @@ def _with_next(
     write: Write,
     messages: Sequence[Message],
     tools: Tools,
-    said: str,
-    own: str,
+    content: str,
+    suffix: str,
     tokens: Mapping[str, int],
 ) -> _Behind:
     """Return what is behind a turn, with what the template writes of the last message.
@@ -236,44 +236,44 @@ def _with_next(
     That is nothing if it begins with no token, or with one that begins the assistant's messages.
 
     messages: a question, a turn, and what follows
-    said: the end of what the turn says
-    own: what the template writes behind it, if nothing follows
+    content: the end of what the turn says
+    suffix: what the template writes behind it, if nothing follows
     """
     try:
         header = write(messages[:1], tools, True).rpartition(messages[0]["content"])[2]
-        behind = write(messages, tools, False).rpartition(said)[2]
+        behind = write(messages, tools, False).rpartition(content)[2]
     except BadRowError:
-        return _Behind(own, "")
-    rest = behind.removeprefix(own)
+        return _Behind(suffix, "")
+    rest = behind.removeprefix(suffix)
     token = _any_of(tokens).match(rest.lstrip())
-    if not behind.startswith(own) or token is None or token.group() in header:
-        return _Behind(own, "")
-    return _Behind(own, rest[: len(rest) - len(rest.lstrip())] + token.group())
+    if not behind.startswith(suffix) or token is None or token.group() in header:
+        return _Behind(suffix, "")
+    return _Behind(suffix, rest[: len(rest) - len(rest.lstrip())] + token.group())
 
 
 def _first(answer: _Behind, tokens: Mapping[str, int]) -> str:
     """Return the token that ends an answer."""
-    found = _any_of(tokens).match((answer.own + answer.following).lstrip())
-    if found is None:
+    match = _any_of(tokens).match((answer.own + answer.following).lstrip())
+    if match is None:
         expected = (
             f"no end-of-turn token after the answer (the template writes {answer.own!r} there)"
         )
         raise UserError(
             Problem("chat.template", None, f"a token that ends a turn: {expected}", f"set {_KEY}")
         )
-    return found.group()
+    return match.group()
 
 
 def _last(
-    call: _Behind, answer: _Behind, found: Sequence[str], tokens: Mapping[str, int]
+    call: _Behind, answer: _Behind, ends: Sequence[str], tokens: Mapping[str, int]
 ) -> list[str]:
-    """Return the token that ends a call, if it is none of those found."""
-    if call.is_ended(found):
+    """Return the token that ends a call, if it is none of `ends`."""
+    if call.is_ended(ends):
         return []
     written = [token for token in _visible(tokens) if call.own.rstrip().endswith(token)]
-    own, following = max(written, key=len, default=""), call.following.lstrip()
-    last = following or own if answer.following else own or following
-    return [last] if last and last not in found else []
+    closing, following = max(written, key=len, default=""), call.following.lstrip()
+    last = following or closing if answer.following else closing or following
+    return [last] if last and last not in ends else []
 
 
 def _checked(

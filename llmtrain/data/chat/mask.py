@@ -224,11 +224,11 @@ def split_reasoning(message: Message) -> tuple[str, str]:
     return unmark(given) or thought.rpartition("<think>")[2], answer
 
 
-def _holds(text: str, said: str) -> bool:
+def _holds(text: str, content: str) -> bool:
     """Return whether the end of what was said is in a text, as it is or inside a JSON string."""
-    said = said.strip()
-    if said in text:
+    content = content.strip()
+    if content in text:
         return True
     squeezed = "".join(text.split())
-    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+    forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
     return any("".join(form.split())[-_NEEDED:] in squeezed for form in forms)

@@ -209,6 +209,6 @@ def _role(message: object) -> object:
 
 
 def _of_transcript(text: str) -> list[object]:
-    said = _TURN.split(text)[1:]
-    turns = zip(said[::2], said[1::2], strict=True)
+    pieces = _TURN.split(text)[1:]
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
     return [{"role": _ROLES[who], "content": what} for who, what in turns]

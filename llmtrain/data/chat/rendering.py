@@ -270,8 +270,8 @@ class _Run:
     def look(self, value: Any, key: Any) -> Any:
         """Return the item of a value that a round asks for."""
         if self._noted is None and self.loops and (first := self.first_of(value)) is not None:
-            found = type(key) is int and 0 <= key < len(value)
-            self.saw(self.loops[-1], first + key + 1 if found else _ALL)
+            exists = type(key) is int and 0 <= key < len(value)
+            self.saw(self.loops[-1], first + key + 1 if exists else _ALL)
         return self._environment.getitem(value, key)
 
     def turns(
@@ -323,9 +323,9 @@ class _Run:
         assert self._noted is not None
         if (loop.number, loop.first, loop.written) != (number, first, self.length):
             return False
-        own = "".join(self.pieces)
+        written = "".join(self.pieces)
         return (
-            self._noted.text.startswith(own, self.shared)
+            self._noted.text.startswith(written, self.shared)
             and _same(variables, loop.variables)
             and _same(self._held(), loop.starts[0][1])
         )
@@ -412,8 +412,8 @@ class _Rounds:
     def saw(self, number: int) -> None:
         """Note that a round has asked if there is one of that number."""
         if self.loop is not None and self.run is not None:
-            there = number < len(self.items)
-            self.run.saw(self.loop, self.loop.first + number + 1 if there else _ALL)
+            exists = number < len(self.items)
+            self.run.saw(self.loop, self.loop.first + number + 1 if exists else _ALL)
 
 
 def rewrite(tree: nodes.Template) -> None:
@@ -521,8 +521,8 @@ def _assigned(body: Iterable[nodes.Node]) -> set[str]:
     from jinja2 import nodes
 
     kinds = (nodes.Assign, nodes.AssignBlock)
-    found = [one for node in body for one in (node, *node.find_all(kinds))]
-    targets = [one.target for one in found if isinstance(one, kinds)]
+    candidates = [one for node in body for one in (node, *node.find_all(kinds))]
+    targets = [one.target for one in candidates if isinstance(one, kinds)]
     names = [name for one in targets for name in (one, *one.find_all(nodes.Name))]
     return {one.name for one in names if isinstance(one, nodes.Name)}
 
@@ -549,8 +549,8 @@ def _names(body: Iterable[nodes.Node]) -> tuple[set[str], set[str]]:
                 items.add(name)
             elif name != "loop" or isinstance(node, nodes.Getitem):
                 rest.add(name)
-        for found, more in zip((items, rest), _names(children), strict=True):
-            found |= more
+        for names, more in zip((items, rest), _names(children), strict=True):
+            names |= more
     return items, rest
 
 

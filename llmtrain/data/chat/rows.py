@@ -244,7 +244,7 @@ def refused_columns(
     if is_named(form, named):
         return None
     needed = needed_columns(form, columns)
-    own = ", ".join(f"{name}: {named.get(name, name)}" for name in needed)
+    mapping = ", ".join(f"{name}: {named.get(name, name)}" for name in needed)
     judgements = [name for name in JUDGEMENTS if name in columns]
     if judgements and answers_of(form) is None:
         expected = (
@@ -254,11 +254,11 @@ def refused_columns(
         loss = "dpo" if any(pair <= set(columns) for pair in _PAIRS) else "kto"
         ways = f"preference.loss={loss}, or keep the good answers and drop these columns"
         return Problem(
-            key, ", ".join(judgements), expected, f"{ways}; to train all: {key}={{{own}}}"
+            key, ", ".join(judgements), expected, f"{ways}; to train all: {key}={{{mapping}}}"
         )
     if masks := [name for name in columns if name.lower() in MASKS]:
         expected = "conversations without a column that may say what is trained of them"
-        remedy = f"write `train: true` or `false` in the rows; to train all: {key}={{{own}}}"
+        remedy = f"write `train: true` or `false` in the rows; to train all: {key}={{{mapping}}}"
         return Problem(key, ", ".join(masks), expected, remedy)
     return None
 
@@ -349,8 +349,8 @@ def _parse(row: JsonMapping, form: str, reading: int) -> Example:
         case "messages":
             return _conversation(row, list_of(row, "messages"), reading)
         case "conversations":
-            said = [of_sharegpt(one) for one in list_of(row, "conversations")]
-            return _conversation(row, said, reading)
+            messages = [of_sharegpt(one) for one in list_of(row, "conversations")]
+            return _conversation(row, messages, reading)
         case "prompt_completion":
             prompt, completion = row.get("prompt"), row.get("completion")
             if isinstance(prompt, list) and isinstance(completion, list):
@@ -497,11 +497,11 @@ def of_sharegpt(raw: object) -> object:
     """Return a message of ShareGPT with role and content; what is no object as it is."""
     if not isinstance(raw, dict):
         return raw
-    said = raw.get("from", raw.get("role"))
+    speaker = raw.get("from", raw.get("role"))
     value = raw.get("value", raw.get("content"))
-    role = _SHAREGPT.get(said, said) if isinstance(said, str) else said
+    role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
     rest = {k: v for k, v in raw.items() if k not in ("from", "value")}
-    if said != "function_call":
+    if speaker != "function_call":
         return {**rest, "role": role, "content": value}
     calls = parse_json(value, "tool_calls")
     return {**rest, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -549,15 +549,15 @@ def _is_trained(named: JsonObject, reading: int = READING) -> bool:
 
 def list_of(row: JsonMapping, name: str) -> list[object]:
     """Return the list in a column. Raises BadRowError."""
-    found = parse_json(row.get(name), name)
-    if isinstance(found, dict) and found and all(isinstance(v, list) for v in found.values()):
+    value = parse_json(row.get(name), name)
+    if isinstance(value, dict) and value and all(isinstance(v, list) for v in value.values()):
         # A list of structs, as older releases of `datasets` store it: a struct of lists.
         with suppress(ValueError):
-            lines = list(zip(*found.values(), strict=True))
-            return [dict(zip(found, line, strict=True)) for line in lines]
-    if not isinstance(found, list):
-        raise BadRowError("messages", f"{name} is {show(found)}, not a list")
-    return found
+            lines = list(zip(*value.values(), strict=True))
+            return [dict(zip(value, line, strict=True)) for line in lines]
+    if not isinstance(value, list):
+        raise BadRowError("messages", f"{name} is {show(value)}, not a list")
+    return value
 
 
 def parse_json(value: object, name: str) -> Any:

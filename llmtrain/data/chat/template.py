@@ -156,24 +156,24 @@ def _sources(directory: Path, settings: JsonMapping) -> dict[str, str]:
         others = (directory / "additional_chat_templates").glob("*.jinja")
         files = {"default": file, **{path.stem: path for path in sorted(others)}}
         return {name: _text(path) for name, path in files.items()}
-    found = settings.get("chat_template")
-    if found is None or isinstance(found, str):
-        return {} if found is None else {"default": found}
+    setting = settings.get("chat_template")
+    if setting is None or isinstance(setting, str):
+        return {} if setting is None else {"default": setting}
     try:
-        named = {one["name"]: one["template"] for one in found}
+        named = {one["name"]: one["template"] for one in setting}
         if not all(isinstance(text, str) for pair in named.items() for text in pair):
             raise TypeError("a name or a template is no string")
     except (TypeError, LookupError) as error:
         expected = "a string, or a list of {name, template}, in the tokenizer's files"
-        raise UserError(Problem("chat.template", json.dumps(found), expected)) from error
+        raise UserError(Problem("chat.template", json.dumps(setting), expected)) from error
     return named
 
 
 def _json(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
-    found = json.loads(_text(path))
-    return found if isinstance(found, dict) else {}
+    value = json.loads(_text(path))
+    return value if isinstance(value, dict) else {}
 
 
 def _text(path: Path) -> str:
@@ -184,8 +184,8 @@ def _text(path: Path) -> str:
 
 
 def _content(token: object) -> str | None:
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -258,7 +258,7 @@ def _sandbox() -> type[ImmutableSandboxedEnvironment]:
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    own = frozenset(dir(dict))
+    dict_attributes = frozenset(dir(dict))
     known: dict[tuple[type, str], bool] = {}
 
     class Sandbox(ImmutableSandboxedEnvironment):
@@ -277,7 +277,7 @@ def _sandbox() -> type[ImmutableSandboxedEnvironment]:
             return super().call_binop(context, operator, left, right)
 
         def getattr(self, obj: object, attribute: str) -> Any:
-            if type(obj) is dict and attribute in obj and attribute not in own:
+            if type(obj) is dict and attribute in obj and attribute not in dict_attributes:
                 return obj[attribute]
             return super().getattr(obj, attribute)
 

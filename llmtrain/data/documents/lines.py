@@ -152,10 +152,10 @@ def _behind(end: re.Pattern[bytes], data: bytes, start: int, complete: bool) -> 
 
     complete: `data` reaches to the end of the file, so its own end also counts
     """
-    found = end.search(data, start)
+    match = end.search(data, start)
     if complete:
-        return found.end() if found else len(data)
-    return found.end() if found and found.end() < len(data) else None
+        return match.end() if match else len(data)
+    return match.end() if match and match.end() < len(data) else None
 
 
 def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size: int) -> int:
@@ -168,9 +168,9 @@ def decoded_size(file: io.RawIOBase | io.BufferedReader, compression: str, size:
     if compression != "gzip" or file.read(2) != GZIP_MAGIC:
         return -1
     file.seek(max(0, size - 4))
-    said = int.from_bytes(file.read(4) or b"", "little")
+    recorded = int.from_bytes(file.read(4) or b"", "little")
     # Deflate makes at most 1,032 bytes of one: a file that claims more was cut off.
-    return said if said <= 1032 * size else -1
+    return recorded if recorded <= 1032 * size else -1
 
 
 def decompress(file: io.RawIOBase | io.BufferedReader, compression: str, where: str) -> bytes:

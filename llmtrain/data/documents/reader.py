@@ -309,8 +309,8 @@ def rows_of(reader: Reader, source: Source, unit: Unit) -> Sequence[RowPlace]:
         return _rows_of_group(reader, source, unit)
     if kind == "text":
         return [RowPlace(at, {}) for at, _ in reader.units.lines(source, unit)]
-    found = ((at, _columns_of_line(line, source)) for at, line in reader.units.lines(source, unit))
-    return [RowPlace(at, columns) for at, columns in found if columns is not None]
+    rows = ((at, _columns_of_line(line, source)) for at, line in reader.units.lines(source, unit))
+    return [RowPlace(at, columns) for at, columns in rows if columns is not None]
 
 
 def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | None:
@@ -329,8 +329,8 @@ def _columns_of_line(line: bytes, source: Source) -> Mapping[str, str | None] | 
 
 
 def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[RowPlace]:
-    there = reader.units.schema(source, unit.file).names
-    names = [name for name in _columns(source) if name in there]
+    existing = reader.units.schema(source, unit.file).names
+    names = [name for name in _columns(source) if name in existing]
     columns: dict[str, list[str | None]] = {}
     for first, second in zip_longest(names[::2], names[1::2]):
         # Named as text and id of a source, they are read as these are, also from the Hub.

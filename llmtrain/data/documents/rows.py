@@ -84,13 +84,13 @@ def as_array(values: Iterable[bytes | None]) -> pa.Array:
 
     `pa.array` would import pandas, which takes a quarter of a second.
     """
-    found = list(values)
-    offsets = np.zeros(len(found) + 1, np.int64)
-    np.cumsum([len(value or b"") for value in found], dtype=np.int64, out=offsets[1:])
-    known = np.array([value is not None for value in found], np.bool_)
-    there = np.packbits(known, bitorder="little")
-    parts = there.tobytes(), offsets, b"".join(value or b"" for value in found)
-    return pa.Array.from_buffers(pa.large_binary(), len(found), [*map(pa.py_buffer, parts)])
+    entries = list(values)
+    offsets = np.zeros(len(entries) + 1, np.int64)
+    np.cumsum([len(value or b"") for value in entries], dtype=np.int64, out=offsets[1:])
+    known = np.array([value is not None for value in entries], np.bool_)
+    validity = np.packbits(known, bitorder="little")
+    parts = validity.tobytes(), offsets, b"".join(value or b"" for value in entries)
+    return pa.Array.from_buffers(pa.large_binary(), len(entries), [*map(pa.py_buffer, parts)])
 
 
 def is_text(kind: pa.DataType) -> bool:

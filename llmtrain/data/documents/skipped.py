@@ -114,9 +114,9 @@ class Skipped:
             if new and self._path is not None:
                 _append(self._path, [part._asdict() | _facts(reason, now) for part, reason in new])
             for part, reason in new:
-                told = part._replace(epoch=None) in self._told
+                was_logged = part._replace(epoch=None) in self._told
                 _log.log(
-                    logging.INFO if told else logging.WARNING,
+                    logging.INFO if was_logged else logging.WARNING,
                     "skipped %s: %s",
                     _words(part),
                     reason,
@@ -157,8 +157,8 @@ def read(path: Path) -> list[LeftOut]:
     """Return all parts that a run has left out, once each, in the order written."""
     if not path.exists():
         return []
-    found = (_parse(line) for line in path.read_bytes().splitlines())
-    return list(dict.fromkeys(part for part in found if part is not None))
+    parts = (_parse(line) for line in path.read_bytes().splitlines())
+    return list(dict.fromkeys(part for part in parts if part is not None))
 
 
 def too_many(source: str, last: UnreadableError | None) -> UserError:

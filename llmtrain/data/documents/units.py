@@ -279,7 +279,7 @@ class Units:
         self._decoded[key] = rows
         while len(self._decoded) > 1 and (
             len(self._decoded) > CACHED_GROUPS
-            or sum(kept.nbytes for kept in self._decoded.values()) > CACHED_BYTES
+            or sum(decoded.nbytes for decoded in self._decoded.values()) > CACHED_BYTES
         ):
             self._decoded.popitem(last=False)
         return rows

@@ -131,13 +131,13 @@ def write(path: Path, *parts: bytes) -> None:
 
 def _ranges(root: Path) -> list[tuple[float, int, Path]]:
     """Return (time of last use, size, path) of all ranges, even those that a kill cut off."""
-    found = []
+    ranges = []
     for path in root.glob("*/*"):
         if path.parent.name != SOURCES:
             with suppress(FileNotFoundError):  # another process made room
                 facts = path.stat()
-                found.append((facts.st_mtime, facts.st_size, path))
-    return found
+                ranges.append((facts.st_mtime, facts.st_size, path))
+    return ranges
 
 
 def answer_path(root: Path, question: Sequence[str | None]) -> Path:
@@ -152,10 +152,10 @@ def answer_path(root: Path, question: Sequence[str | None]) -> Path:
 def load_answer(path: Path) -> JsonObject | None:
     """Return the stored answer, or None without a readable one."""
     try:
-        found: JsonObject = json.loads(path.read_text("utf-8"))
+        answer: JsonObject = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return found
+    return answer
 
 
 def store_answer(path: Path, answer: JsonObject) -> None:

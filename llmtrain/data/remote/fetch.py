@@ -91,12 +91,12 @@ def request_once(
     target = signed.get(file.url, file.url)
     try:
         for _ in range(REDIRECTS + 1):
-            found = _ask(file, target, start, end, until)
-            if isinstance(found, bytes):
+            answer = _ask(file, target, start, end, until)
+            if isinstance(answer, bytes):
                 if not _same_origin(target, file.url):
                     signed[file.url] = target
-                return found
-            target = found
+                return answer
+            target = answer
     except AttemptError:
         signed.pop(file.url, None)
         raise
@@ -157,8 +157,8 @@ def _refuse(file: HubFile, status: int, headers: Mapping[str, str]) -> None:
         raise UserError(Problem(file.url, f"HTTP {status}", expected, REFUSED[status]))
     if status >= 400:
         return
-    own = headers.get("etag") if status < 300 else None  # a redirect has an etag of its own
-    etag = (headers.get("x-linked-etag") or own or "").removeprefix("W/").strip('"')
+    direct_etag = headers.get("etag") if status < 300 else None  # a redirect has an etag of its own
+    etag = (headers.get("x-linked-etag") or direct_etag or "").removeprefix("W/").strip('"')
     size = headers.get("x-linked-size", str(file.size))
     if etag and file.etag and etag != file.etag:
         expected = f"the file with etag {file.etag}, as when the run began"
@@ -351,9 +351,9 @@ class RangeFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read as many bytes as fit; return how many. A buffered reader asks for them so."""
-        found = self.read(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def readall(self) -> bytes:
         """Return all that is left."""

@@ -72,15 +72,15 @@ def resolve(
     asked = (constants.ENDPOINT, source.path, source.name, source.split, source.revision)
     path = answer_path(cache_root(), asked)
     if constants.HF_HUB_OFFLINE:
-        kept = load_answer(path) if keep else None
-        if kept is None:
+        stored = load_answer(path) if keep else None
+        if stored is None:
             expected = "a path on this machine, since HF_HUB_OFFLINE forbids to ask the Hub"
             remedy = (
                 "begin the run once online with data.cache_gb set: then it can begin offline, too"
             )
             raise UserError(Problem(key, source.path, expected, remedy))
-        files = tuple(local.File(*file) for file in kept["files"])
-        return local.Resolved(kept["root"], True, kept["revision"], files)
+        files = tuple(local.File(*file) for file in stored["files"])
+        return local.Resolved(stored["root"], True, stored["revision"], files)
     resolved = _ask(source, key, stop)
     if keep:
         answer = {"root": resolved.root, "revision": resolved.revision, "files": resolved.files}
@@ -202,9 +202,9 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
     return Problem(_beside(key, "name"), source.name, f"one of: {_nearest(source.name, names)}")
 
 
-def _nearest(asked: str | None, there: Iterable[object]) -> str:
+def _nearest(asked: str | None, names: Iterable[object]) -> str:
     """Return the first few names that exist, those most similar to `asked` first."""
-    likeness = {str(n): difflib.SequenceMatcher(None, asked or "", str(n)).ratio() for n in there}
+    likeness = {str(n): difflib.SequenceMatcher(None, asked or "", str(n)).ratio() for n in names}
     return first_few(sorted(likeness, key=likeness.__getitem__, reverse=True)) or "none"
 
 
@@ -213,14 +213,14 @@ def _warn_of_left_out(
 ) -> None:
     """Warn of data files of other types beside the chosen ones, since they are not read."""
     chosen, folders = set(names), {str(PurePosixPath(name).parent) for name in names}
-    kinds = {found.kind for name in names if (found := local.file_format(name))}
+    kinds = {file_format.kind for name in names if (file_format := local.file_format(name))}
     left: list[str] = []
     for folder in sorted(folders):
         place = root if folder == "." else f"{root}/{folder}"
         entries: list[Any] = _retry(partial(system.ls, place, detail=True), place, stop)
         start = len(root.removeprefix("hf://")) + 1
-        there = sorted(str(one["name"])[start:] for one in entries if one["type"] == "file")
-        left += [harmless(name) for name in there if _is_other_data(name, chosen, kinds)]
+        files = sorted(str(one["name"])[start:] for one in entries if one["type"] == "file")
+        left += [harmless(name) for name in files if _is_other_data(name, chosen, kinds)]
     if left:
         _log.warning("%s: files of other types are not read: %s", root, first_few(left))
 
@@ -229,10 +229,14 @@ def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
     base = PurePosixPath(name).name
     if name in chosen or base.startswith((".", "_")) or base.lower() in local.NOT_DATA:
         return False
-    found = local.file_format(base)
+    file_format = local.file_format(base)
     if base.lower().endswith(local.PROSE):
         return False
-    return found.kind not in kinds if found else PurePosixPath(base).suffix.lower() in NOT_READ
+    return (
+        file_format.kind not in kinds
+        if file_format
+        else PurePosixPath(base).suffix.lower() in NOT_READ
+    )
 
 
 def _file(system: HfFileSystem, root: str, name: str, stop: fetch.Stopping | None) -> local.File:

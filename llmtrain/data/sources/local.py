@@ -150,10 +150,10 @@ def _local(
     patterns: Mapping[Any, Sequence[str]], root: Path, key: str
 ) -> Mapping[str, Sequence[str]]:
     """Return the patterns, with split names as strings. Refuses what is not below the directory."""
-    for pattern in (one for found in patterns.values() for one in found):
+    for pattern in (one for globs in patterns.values() for one in globs):
         if "://" in pattern or pattern.startswith("/") or ".." in Path(pattern).parts:
             raise UserError(Problem(key, pattern, f"files below {root}, as {CARD} is to name them"))
-    return {str(split): list(found) for split, found in patterns.items()}
+    return {str(split): list(globs) for split, globs in patterns.items()}
 
 
 def _of_names(root: Path, key: str) -> Mapping[str, Sequence[str]]:
@@ -161,14 +161,14 @@ def _of_names(root: Path, key: str) -> Mapping[str, Sequence[str]]:
     from datasets.data_files import DEFAULT_PATTERNS_ALL, EmptyDatasetError, get_data_patterns
 
     try:
-        found = get_data_patterns(glob.escape(str(root)))
+        by_split = get_data_patterns(glob.escape(str(root)))
     except (EmptyDatasetError, ValueError) as error:
         expected = f"names of files from which the splits can be told ({first_line(error)})"
         remedy = "name the files of one split with a glob"
         raise UserError(Problem(key, str(root), expected, remedy)) from error
-    if found == DEFAULT_PATTERNS_ALL:
+    if by_split == DEFAULT_PATTERNS_ALL:
         return {}
-    return {str(split): list(patterns) for split, patterns in found.items()}
+    return {str(split): list(patterns) for split, patterns in by_split.items()}
 
 
 def _matching(root: Path, patterns: Sequence[str], key: str) -> set[str]:
@@ -201,21 +201,21 @@ def _saved(directory: Path, key: str) -> list[Path]:
 
 def _read(path: Path, key: str) -> JsonMapping:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        saved = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         expected = f"a file that `save_to_disk` of datasets has written ({first_line(error)})"
         raise UserError(Problem(key, str(path), expected)) from error
-    if not isinstance(found, dict):
+    if not isinstance(saved, dict):
         expected = "a file that `save_to_disk` of datasets has written"
         raise UserError(Problem(key, str(path), expected))
-    return found
+    return saved
 
 
 def _require(asked: str, names: Iterable[str], key: str, what: str) -> None:
-    there = list(names)
-    if asked not in there:
+    existing = list(names)
+    if asked not in existing:
         remedy = "or name the files with a glob, which has no splits" if what == "split" else ""
-        expected = f"one of: {', '.join(map(str, there[:SHOWN])) or 'none'}"
+        expected = f"one of: {', '.join(map(str, existing[:SHOWN])) or 'none'}"
         raise UserError(Problem(f"{key.rpartition('.')[0]}.{what}", asked, expected, remedy))
 
 
@@ -297,9 +297,9 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     if source.path != SAMPLE and not is_local(source.path):
         raise UserError(_nothing_there(source.path, key))
     root = Path(locate(source, key))
-    there = list_files(source.path, root, key, prose=source.document == "file")
+    data_files = list_files(source.path, root, key, prose=source.document == "file")
     if source.path != SAMPLE and Path(source.path).is_dir():
-        there = files_of_split(source, root, there, key)
+        data_files = files_of_split(source, root, data_files, key)
     elif source.split != "train" or source.name is not None:
         asked = " and ".join(
             f"{name}: {harmless(value)}"
@@ -307,7 +307,7 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
             if value not in (None, "train")
         )
         _log.warning("%s has no splits and no configs: %s is not looked at", source.path, asked)
-    paths = sorted(there, key=lambda path: os.fsencode(path))
+    paths = sorted(data_files, key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):
         paths = _pairs(paths, key)
     elif unknown := [path for path in paths if not _is_read(path, source)]:
@@ -352,8 +352,8 @@ def is_local(path: str) -> bool:
     explicit = explicit or path.count("/") > 1
     beside = "/" in path and Path(path).parent.is_dir()  # perhaps a misspelt name in a directory
     # Unlike `Path.exists`, this is false for a name that is too long or has a NUL.
-    there = os.path.exists(path)  # noqa: PTH110
-    return there or is_glob(path) or explicit or beside
+    exists = os.path.exists(path)  # noqa: PTH110
+    return exists or is_glob(path) or explicit or beside
 
 
 def is_glob(path: str) -> bool:
@@ -390,11 +390,11 @@ def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 def distinct(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names, with `-2`, `-3` … after those that occurred before."""
-    found: list[str] = []
+    unique: list[str] = []
     for base in names:
         every = chain([base], (f"{base}-{number}" for number in count(2)))
-        found.append(next(name for name in every if name not in found))
-    return tuple(found)
+        unique.append(next(name for name in every if name not in unique))
+    return tuple(unique)
 
 
 def edges_digest(path: Path) -> str:
@@ -425,24 +425,24 @@ def list_files(path: str, root: Path, key: str, *, prose: bool = False) -> list[
         return list(root.glob("*.parquet"))
     if is_glob(path):
         pattern = str(Path(path).absolute().relative_to(root))
-        found = _only_files(root.glob(pattern), key)
-        if not found:
+        files = _only_files(root.glob(pattern), key)
+        if not files:
             raise UserError(_nothing_there(path, key, "a glob that matches files"))
-        return found
+        return files
     if not Path(path).is_dir():
         return _only_files([Path(path).absolute()], key)
-    there = [file for file in root.rglob("*") if _is_data(file, root, prose)]
+    entries = [file for file in root.rglob("*") if _is_data(file, root, prose)]
     # A link to a directory might lead back to itself.
     expected = "a directory itself: links to directories are not followed"
     remedy = "name it as a source of its own, or link its files"
-    links = [_printable(file) for file in there if file.is_symlink() and file.is_dir()]
+    links = [_printable(file) for file in entries if file.is_symlink() and file.is_dir()]
     if links:
         raise UserError(*bounded([Problem(key, link, expected, remedy) for link in links], key))
-    found = _only_files(there, key)
-    if not found:
+    files = _only_files(entries, key)
+    if not files:
         expected = f"a directory with data files ({SUFFIXES})"
         raise UserError(Problem(key, path, f"{expected}; it holds {_listing(root)}"))
-    return found
+    return files
 
 
 def _only_files(paths: Iterable[Path], key: str) -> list[Path]:
@@ -526,10 +526,10 @@ def _nothing_there(path: str, key: str, expected: str = ANY_SOURCE) -> Problem:
 
 
 def _is_read(path: Path, source: DocumentsConfig) -> bool:
-    found = file_format(path.name)
+    known_format = file_format(path.name)
     if source.document == "file":
-        return found is not None and found.kind == "text"
-    return found is not None and not _is_prose(path)
+        return known_format is not None and known_format.kind == "text"
+    return known_format is not None and not _is_prose(path)
 
 
 def _is_prose(path: Path) -> bool:

@@ -104,8 +104,8 @@ def open_tokens(index: Path) -> TokenFile:
         raise _bad(index, f"dtype code {code}", "a code of integers: 1 to 5, or 8")
     wanted = HEADER.size + 12 * sequences + 8 * borders
     if size != wanted or borders < 1:
-        said = f"{sequences} sequences and {borders} document indices make {wanted} bytes"
-        raise _bad(index, f"{size} bytes", said + ", without the modes of a multimodal file")
+        expected = f"{sequences} sequences and {borders} document indices make {wanted} bytes"
+        raise _bad(index, f"{size} bytes", expected + ", without the modes of a multimodal file")
     tokens, dtype = binary(index), np.dtype(DTYPES[code])
     if not tokens.is_file():
         raise _bad(index, f"no {tokens.name} beside it", "both files of the pair")

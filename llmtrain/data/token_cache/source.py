@@ -189,8 +189,8 @@ def rows_of(source: Source, unit: Unit) -> CachedRows:
 
 def num_tokens(source: Source, unit: Unit) -> int:
     """Return the number of tokens of a unit of a cached source."""
-    found = rows_of(source, unit)
-    first, last = (found.documents.span(int(found.numbers[i])) for i in (0, -1))
+    rows = rows_of(source, unit)
+    first, last = (rows.documents.span(int(rows.numbers[i])) for i in (0, -1))
     return last[2] - first[1]
 
 
@@ -264,14 +264,14 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Tokenizer) -> None:
     problems: list[Problem] = []
     for source in sources:
         for index in _indices(source):
-            said = index.with_suffix(".json")
-            if said.is_file():
-                problems += _other_tokenizer(said, tokenizer)
+            record_file = index.with_suffix(".json")
+            if record_file.is_file():
+                problems += _other_tokenizer(record_file, tokenizer)
             else:
                 _log.warning(
                     "%s has no %s beside it: which tokenizer wrote it cannot be checked, only that "
                     "its ids are below %d",
-                    *(index, said.name, tokenizer.length),
+                    *(index, record_file.name, tokenizer.length),
                 )
     raise_any(bounded(problems, "model.tokenizer"))
 
@@ -288,25 +288,25 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def _other_tokenizer(said: Path, tokenizer: Tokenizer) -> list[Problem]:
+def _other_tokenizer(record_file: Path, tokenizer: Tokenizer) -> list[Problem]:
     """Return problems unless the tokenizer has the recorded files, or gives the recorded ids.
 
     Saving a tokenizer again may change its files, but not its ids.
     """
     now = describe_tokenizer(tokenizer)
     try:
-        then = json.loads(said.read_text("utf-8"))
+        then = json.loads(record_file.read_text("utf-8"))
         differs = [name for name in now if then[name] != now[name]]
     except (ValueError, KeyError, TypeError) as error:
         expected = f"the description that `llmtrain data tokenize` wrote ({error})"
-        return [Problem(str(said), None, expected, "copy it again, or remove it")]
+        return [Problem(str(record_file), None, expected, "copy it again, or remove it")]
     if "tokenizer" not in differs or {*differs} <= {"tokenizer", "backend"}:
         return []
-    expected = f"the tokenizer that wrote {said.with_suffix('.idx')}"
+    expected = f"the tokenizer that wrote {record_file.with_suffix('.idx')}"
     value = ", ".join(f"{name} {now[name]} (was {then[name]})" for name in differs)
-    return [Problem("model.tokenizer", value, expected, str(said.parent / "tokenizer"))]
+    return [Problem("model.tokenizer", value, expected, str(record_file.parent / "tokenizer"))]
 
 
 def _indices(source: Source) -> list[Path]:
-    found = (n for n, file in enumerate(source.files) if is_index(file.name))
-    return [Path(source.where(n)) for n in found]
+    numbers = (n for n, file in enumerate(source.files) if is_index(file.name))
+    return [Path(source.where(n)) for n in numbers]

@@ -131,8 +131,8 @@ def counts_of(path: Path, code: int) -> Counts | None:
 
 def total(parts: Sequence[Path], code: int) -> Counts:
     """Return the counts of all parts of a source together. Raises RunError if one is missing."""
-    found = [counts_of(part, code) or _refuse_changed(part) for part in parts]
-    return Counts(*(sum(values) for values in zip(*found, strict=True)))
+    counts = [counts_of(part, code) or _refuse_changed(part) for part in parts]
+    return Counts(*(sum(values) for values in zip(*counts, strict=True)))
 
 
 def join(parts: Sequence[Path], index: Path, code: int) -> None:

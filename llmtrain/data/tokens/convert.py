@@ -64,8 +64,8 @@ class Converted:
             text = self.normalize(text)
         # The same as `encode_ordinary`, without a Python integer for every token. The encoding has
         # one control token that nobody uses: with none, tiktoken looks for them at every byte.
-        found = self.encoding.encode_to_numpy(text, disallowed_special=())
-        ranks: np.ndarray = found.view(np.int32)
+        encoded = self.encoding.encode_to_numpy(text, disallowed_special=())
+        ranks: np.ndarray = encoded.view(np.int32)
         return ranks if self.ids is None else self.ids[ranks]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -243,12 +243,12 @@ def _pattern(description: Description) -> str:
 
 def _steps(description: Description, part: str) -> list[JsonObject]:
     """Return the steps of a normalizer or pre-tokenizer."""
-    found = description.get(part)
-    if found is None:
+    step = description.get(part)
+    if step is None:
         return []
-    if found["type"] != "Sequence":
-        return [found]
-    return list(found["normalizers" if part == "normalizer" else "pretokenizers"])
+    if step["type"] != "Sequence":
+        return [step]
+    return list(step["normalizers" if part == "normalizer" else "pretokenizers"])
 
 
 PROBES = (

@@ -95,15 +95,15 @@ class DocumentEncoder:
             if answers == "feedback":
                 return _judged(chat, to_judged(text, form, source.columns))
             row = to_example(text, form, source.columns, source.reading)
-            found = chat.sequences(row)
+            encoded = chat.sequences(row)
         except BadRowError as error:
             counts = {REJECTED: 1, f"{REJECTED}_{error.key}": 1}
             return Encoded(_NO_IDS, counts=counts, bad=error)
-        if not found.sequences:
-            return Encoded(_NO_IDS, counts=found.counts)
-        ids, trained = _joined(found.sequences)
-        cuts = np.cumsum([0, *(len(one.ids) for one in found.sequences)])
-        return Encoded(ids, tuple(cuts.tolist()), trained, found.counts)
+        if not encoded.sequences:
+            return Encoded(_NO_IDS, counts=encoded.counts)
+        ids, trained = _joined(encoded.sequences)
+        cuts = np.cumsum([0, *(len(one.ids) for one in encoded.sequences)])
+        return Encoded(ids, tuple(cuts.tolist()), trained, encoded.counts)
 
     def _pair(self, chat: Chat, examples: Sequence[Example]) -> Encoded:
         """Encode both halves of a pair, one behind the other. Raises BadRowError."""
@@ -132,20 +132,20 @@ class DocumentEncoder:
 
 def _half(chat: Chat, example: Example) -> EncodedChat:
     """Return what is trained of an answer: a sequence, or none. Raises BadRowError for several."""
-    found = chat.sequences(example, of_any_length=True)
-    if len(found.sequences) > 1:
+    encoded = chat.sequences(example, of_any_length=True)
+    if len(encoded.sequences) > 1:
         why = "an answer has several messages, and the template rewrites the first ones as history"
         raise BadRowError("rewritten_history", why)
-    return found
+    return encoded
 
 
 def _judged(chat: Chat, judged: Judged) -> Encoded:
     """Encode an answer with its prompt: half of what is trained of it. Raises BadRowError."""
-    found = _half(chat, judged.example)
-    if not found.sequences:
-        counts = {"untrained": 1} if found.counts.get("untrained") else {TOO_LONG: 1}
+    encoded = _half(chat, judged.example)
+    if not encoded.sequences:
+        counts = {"untrained": 1} if encoded.counts.get("untrained") else {TOO_LONG: 1}
         return Encoded(_NO_IDS, counts=counts)
-    (one,), counts, room = found.sequences, Counter(found.counts), chat.seq_len // 2
+    (one,), counts, room = encoded.sequences, Counter(encoded.counts), chat.seq_len // 2
     if len(one.ids) > room:
         why = f"{len(one.ids):,} tokens, at most {room:,}, half of data.seq_len, since the answer"
         fits = _when_too_long(chat, f"{why} of another row has the other half")
@@ -229,12 +229,12 @@ def differing_chat(manifest: DataManifest, encoder: DocumentEncoder) -> list[Pro
     now, then = chat_facts(encoder.chat), manifest.chat
     remedy = "restore the run's tokenizer/, and the versions of tokenizers and jinja2 of its start"
     return [
-        Problem(f"chat {name}", str(found), str(expected), remedy)
-        for name, found, expected in (
+        Problem(f"chat {name}", str(actual), str(expected), remedy)
+        for name, actual, expected in (
             ("template", now.template, then.template),
             ("end of turn", now.end_of_turn, then.end_of_turn),
             ("arguments of calls", now.arguments, then.arguments),
             ("probe", now.probe, then.probe),
         )
-        if found != expected
+        if actual != expected
     ]

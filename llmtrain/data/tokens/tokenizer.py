@@ -217,7 +217,7 @@ def split_long(text: str, limit: int, control: re.Pattern[str] | None = None) ->
     """
     if len(text) <= limit and control is None:
         return [text]
-    cuts = [found.start() + 1 for found in control.finditer(text)] if control else []
+    cuts = [match.start() + 1 for match in control.finditer(text)] if control else []
     start = 0
     while len(text) - start > limit:
         start = _border(text, start, start + limit)
@@ -230,7 +230,7 @@ def _border(text: str, start: int, end: int) -> int:
     """Return the best place to cut text[start:end], near its end."""
     first = max(start, end - _BORDER_CHARACTERS)
     for border in _BORDERS:
-        places = [found.end() for found in border.finditer(text, first, end)]
+        places = [match.end() for match in border.finditer(text, first, end)]
         if places:
             return places[-1]
     return end
@@ -344,17 +344,17 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
     if difference:
         _log.warning("tokenizing with tokenizers, because %s", difference)
         return reference
-    said = "tokenizing with tiktoken: ids equal those of tokenizers on %d documents"
-    _log.info(said, len(documents))
+    message = "tokenizing with tiktoken: ids equal those of tokenizers on %d documents"
+    _log.info(message, len(documents))
     return candidate
 
 
 def first_difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str | None:
     """Describe where `other` first gives other ids; None if it gives the same."""
     for text in texts:
-        expected, found = one.encode(text), other.encode(text)
-        if not np.array_equal(expected, found):
-            same = expected[: len(found)] == found[: len(expected)]
+        expected, actual = one.encode(text), other.encode(text)
+        if not np.array_equal(expected, actual):
+            same = expected[: len(actual)] == actual[: len(expected)]
             at = len(same) if same.all() else int(same.argmin())
             near = one.decode(expected[max(0, at - 8) : at + 8])
             return f"{other.backend} gives other ids at {near!r}"
