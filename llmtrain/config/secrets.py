@@ -34,7 +34,7 @@ _NAME = re.compile(
 _ALSO_A_FIELD = re.compile(r"(token|signature|(^|_)(key|pat|sig))$")
 _WORD = re.compile(r"[A-Za-z][a-z]{0,14}|[A-Z]{1,15}|")
 _OPAQUE = re.compile(r"[\w.~+/=:-]{8,}", re.ASCII)  # no `<s>`, `[INST]` or `### Answer:`
-# The variable that a secret belongs into, and what the secret looks like. Lengths and letters must
+# The variable that a secret belongs in, and what the secret looks like. Lengths and letters must
 # be those of real secrets, since other names begin in the same way: those of Slovak data with
 # `sk-`, and those of files with `hf_` and `pypi-`.
 _MIXED = r"(?=[\w-]{0,31}[a-z])(?=[\w-]{0,31}[A-Z])"  # bounded, so a hostile line costs no time
@@ -226,7 +226,7 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _variable(path: tuple[str, ...], value: object) -> str:
-    """Return the variable that a secret belongs into; "" if the value is no secret."""
+    """Return the variable that a secret belongs in; "" if the value is no secret."""
     names = [name for name in path if not name.isdecimal()]
     if names and is_secret(names[-1], value):
         if "wandb" in _plain("_".join(names)):

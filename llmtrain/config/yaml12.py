@@ -82,7 +82,7 @@ class YamlDocument:
 
 
 def parse(text: str) -> YamlDocument:
-    """Read one YAML document. Errors in the text are not raised: see `Document.problems`."""
+    """Read one YAML document. Errors in the text are not raised: see `YamlDocument.problems`."""
     document = YamlDocument()
     try:
         node = yaml.compose(text, Loader=_Loader)

@@ -361,7 +361,7 @@ def split(source: Source, k: int, fraction: float, seed: int, reader: Reader) ->
             return replace(source, heldout_units=tuple(chosen), threshold=threshold)
     # Raise the threshold if too few documents are below it; the last training document of a source
     # is never held out. spare: there are usable documents in units that are not evaluation units
-    spare = _has_training_document(source, set(range(count)) - set(chosen), seed, reader)
+    spare = _trains_any(source, set(range(count)) - set(chosen), seed, reader)
     hashes.sort()
     wanted = min(MIN_DOCUMENTS, math.ceil(len(hashes) / 10), len(hashes) - (not spare))
     if sum(one < threshold for one in hashes) < wanted:
@@ -375,10 +375,10 @@ def has_training_document(source: Source, seed: int, reader: Reader) -> bool:
     """Return whether there is a document to train on. Reads units until one is found."""
     heldout = set(source.heldout_units)
     order = sorted(range(len(source.units)), key=lambda u: u in heldout)
-    return _has_training_document(source, order, seed, reader)
+    return _trains_any(source, order, seed, reader)
 
 
-def _has_training_document(source: Source, units: Iterable[int], seed: int, reader: Reader) -> bool:
+def _trains_any(source: Source, units: Iterable[int], seed: int, reader: Reader) -> bool:
     rows = (_rows(source, u, seed, reader, heldout=False) for u in units)
     return any(True for _ in chain.from_iterable(rows))
 

@@ -14,11 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
 from llmtrain.model import untrusted
+from llmtrain.model.untrusted import KEY
 from llmtrain.text import first_line
 
 _log = logging.getLogger(__name__)
 
-KEY = "model.from"
 CONFIG = "config.json"
 _REFUSED = (401, 403, 404)  # the Hub's answers that do not change by asking again
 

@@ -22,11 +22,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from llmtrain.config.schema import ModelConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import scorer
-from llmtrain.model.base import KEY, Base
+from llmtrain.model.base import Base
 from llmtrain.model.shape import CANNOT_BUILD, from_config, on_meta
 from llmtrain.model.tokenizer import SpecialTokens, grow, rows_for, set_rows
 from llmtrain.model.trainable import freeze
-from llmtrain.model.untrusted import quantized
+from llmtrain.model.untrusted import KEY, quantized
 from llmtrain.text import first_line
 
 _HEADS = ("lm_head.", "embed_out.", "output.")  # of causal models, as their classes name them

@@ -30,7 +30,7 @@ from llmtrain.types import Compiled
 
 KEY = "training.compile"
 _SPARE_GRAPHS = 8
-# Not imported here: it takes two seconds, and who compiles nothing need not wait for it.
+# Not imported here: it takes two seconds, and whoever compiles nothing need not wait for it.
 _COMPILER = "torch._dynamo.utils"
 
 

@@ -28,10 +28,11 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # as peft names it
 _GENERATION = "generation_config.json"
 _OBJECTS = {_GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
-_KEY = "model.from"
+KEY = "model.from"
 _MAX_FILES = 10_000
 _MAX_JSON_BYTES = 64 << 20
 _SAVE = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(DIR) writes safetensors"
+_COPY = "copy them into it"
 _CONVERT = f"convert it where you trust it: {_SAVE}; then model.from=DIR"
 _MERGE = (
     "merge it: `llmtrain export --merge-adapters` if it is of a run, else peft's merge_and_unload "
@@ -53,14 +54,14 @@ def check(path: str) -> None:
         expected, remedy = "a directory, or a model of the Hub", str(place.parent)
         if place.suffix in PICKLED:
             expected, remedy = "a model directory with safetensors, no pickled file", _CONVERT
-        raise UserError(Problem(_KEY, place, expected, remedy))
+        raise UserError(Problem(KEY, place, expected, remedy))
     if not place.is_dir():
         return
     try:
         problems = list(_problems(place))
     except OSError as error:
         reason = f"{error.strerror or error}: {error.filename or place}"
-        problems = [Problem(_KEY, place, f"a model directory that can be read ({reason})")]
+        problems = [Problem(KEY, place, f"a model directory that can be read ({reason})")]
     raise_any(problems)
 
 
@@ -71,7 +72,7 @@ def adapter_problem(path: str, file: Path) -> Problem:
     except (OSError, ValueError, RecursionError):
         base = None
     expected = f"weights of a whole model; this is an adapter of {base or 'another model'}"
-    return Problem(_KEY, path, expected, _MERGE)
+    return Problem(KEY, path, expected, _MERGE)
 
 
 def other_kind(path: str, names: set[str]) -> Problem | None:
@@ -81,23 +82,23 @@ def other_kind(path: str, names: set[str]) -> Problem | None:
     names: of the files directly in it
     """
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return Problem(_KEY, path, "a model directory; this is a DCP checkpoint (pickled)", _DCP)
+        return Problem(KEY, path, "a model directory; this is a DCP checkpoint (pickled)", _DCP)
     weights = [name for name in names if name.endswith(".safetensors")]
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if not weights and pickled:
-        return Problem(_KEY, path, f"safetensors, not the pickled {pickled[0]}", _CONVERT)
+        return Problem(KEY, path, f"safetensors, not the pickled {pickled[0]}", _CONVERT)
     if weights and "config.json" not in names:
         state = "; this is a state of accelerate" if pickled else ""
         expected = f"config.json beside the safetensors{state}"
         remedy = "copy config.json and the tokenizer of the model that it began with into it"
-        return Problem(_KEY, path, expected, remedy)
+        return Problem(KEY, path, expected, remedy)
     return None
 
 
 def _problems(place: Path) -> Iterator[Problem]:
     names = {entry.name for entry in place.iterdir()}
     if len(names) > _MAX_FILES:
-        yield Problem(_KEY, place, f"a model directory; this one has {len(names)} entries")
+        yield Problem(KEY, place, f"a model directory; this one has {len(names)} entries")
         return
     if ADAPTER_CONFIG in names:
         yield adapter_problem(str(place), place / ADAPTER_CONFIG)
@@ -110,12 +111,12 @@ def _problems(place: Path) -> Iterator[Problem]:
     yield from wrong
     for name in sorted({"config.json"} & names | shards):
         if reason := unsafe_file(place, name, _cache_of(place)):
-            yield Problem(_KEY, place, f"files of that directory; {reason}", "copy them into it")
+            yield Problem(KEY, place, f"files of that directory; {reason}", _COPY)
         elif name == "config.json":
             try:
                 config = read_json(place / name)
             except (ValueError, RecursionError) as error:
-                yield Problem(_KEY, place, f"a config.json that can be read ({error})")
+                yield Problem(KEY, place, f"a config.json that can be read ({error})")
                 continue
             yield from field_problems(config, f"{place / name}: ")
             if (asked := config.get("quantization_config")) is not None:
@@ -130,13 +131,13 @@ def _object_problems(place: Path, names: set[str]) -> Iterator[Problem]:
         try:
             fields = read_json(place / name)
         except (ValueError, RecursionError) as error:
-            yield Problem(_KEY, place, f"a {name} that can be read ({error})")
+            yield Problem(KEY, place, f"a {name} that can be read ({error})")
             continue
         ends = fields.get("eos_token_id")
         ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if name == _GENERATION and not all(type(one) is int for one in ids):
             what = f"an id, or a list of ids, as eos_token_id; it is {json.dumps(ends)} in {name}"
-            yield Problem(_KEY, place, what)
+            yield Problem(KEY, place, what)
 
 
 def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
@@ -144,19 +145,19 @@ def _shards(place: Path, names: set[str]) -> tuple[set[str], list[Problem]]:
     if "model.safetensors" in names or INDEX not in names:
         return {name for name in names if name.endswith(".safetensors")}, []
     if reason := unsafe_file(place, INDEX, _cache_of(place)):
-        return set(), [Problem(_KEY, place, f"files of that directory; {reason}")]
+        return set(), [Problem(KEY, place, f"files of that directory; {reason}", _COPY)]
     try:
         index = read_json(place / INDEX)
         files = {str(file) for file in index["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return set(), [Problem(_KEY, place, f"an index that maps each weight to a file ({error})")]
+        return set(), [Problem(KEY, place, f"an index that maps each weight to a file ({error})")]
 
     def wrong_with(file: str) -> str | None:
         return unsafe_name(file) or (None if (place / file).exists() else f"{file} is not there")
 
     wrong = [reason for file in sorted(files) if (reason := wrong_with(file))]
     expected = f"an index that names files of the directory; in {INDEX} "
-    problems = [Problem(_KEY, place, expected + reason) for reason in wrong[:5]]
+    problems = [Problem(KEY, place, expected + reason) for reason in wrong[:5]]
     return set() if wrong else files, problems
 
 
@@ -168,7 +169,7 @@ def quantized(path: str, asked: object) -> Problem:
     kind = asked.get("quant_method") if isinstance(asked, dict) else asked
     expected = f"plain weights; the quantization_config of its config.json asks for {kind}"
     remedy = "the unquantised weights of that model; if these are, take that key out of config.json"
-    return Problem(_KEY, path, expected, remedy)
+    return Problem(KEY, path, expected, remedy)
 
 
 def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
@@ -178,11 +179,11 @@ def _dtype_problems(place: Path, name: str) -> Iterator[Problem]:
         with safetensors.safe_open(place / name, "np") as opened:
             dtypes = {opened.get_slice(key).get_dtype() for key in opened.offset_keys()}
     except safetensors.SafetensorError as error:
-        yield Problem(_KEY, place, f"a model directory with whole safetensors: {name}: {error}")
+        yield Problem(KEY, place, f"a model directory with whole safetensors: {name}: {error}")
         return
     for dtype in sorted(dtypes - DTYPES.keys()):
         expected = f"weights as numbers of 16 or 32 bits; {name} holds {dtype}"
-        yield Problem(_KEY, place, expected, "the unquantised weights of that model")
+        yield Problem(KEY, place, expected, "the unquantised weights of that model")
 
 
 def read_json(path: Path) -> JsonObject:

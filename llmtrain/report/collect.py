@@ -85,6 +85,11 @@ class Tables:
         return self._columns[name]
 
     @property
+    def kept_checkpoints(self) -> list[Line]:
+        """The checkpoints that are still in the run directory, in the order of their steps."""
+        return [one for one in self.checkpoints if one["kept"]]
+
+    @property
     def pair_loss(self) -> str | None:
         """The loss of the run's pairs of answers; None of a run on texts or conversations."""
         loss = self.settings.get("preference.loss")

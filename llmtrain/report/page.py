@@ -45,7 +45,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises UserError if the directory has no run or the file cannot be written.
     """
-    gc.disable()  # nothing of a long record becomes garbage, and looking for it takes a fifth
+    gc.disable()  # a long record has no garbage, and to look for some takes a fifth of the time
     try:
         page = render(collect(run_dir))
     finally:
@@ -83,7 +83,7 @@ def render(tables: Tables) -> str:
         samples=[(prompt, all_[-1], all_[-2::-1][:_ROWS]) for prompt, all_ in by_prompt.items()],
         losses=dict(column(tables.evaluations, "loss")),
         best=best,
-        newest=next((one for one in reversed(tables.checkpoints) if one["kept"]), None),
+        newest=next(reversed(tables.kept_checkpoints), None),
         uses=verdict.uses(tables),
         where=verdict.where(tables),
         events=[(one, in_words(one)) for one in tables.events[::-1][:_ROWS]],

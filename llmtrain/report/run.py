@@ -51,7 +51,7 @@ class Run:
     @property
     def checkpoints(self) -> Sequence[str]:
         """The names of its checkpoints that are still there, oldest first."""
-        return [str(one["name"]) for one in self._tables().checkpoints if one["kept"]]
+        return [str(one["name"]) for one in self._tables().kept_checkpoints]
 
     @property
     def best(self) -> Path | None:

@@ -358,7 +358,7 @@ def _note(figure: Figure, axes: Axes) -> str:
 
 
 def _table(figure: Figure) -> str:
-    """Return the numbers of a figure, for readers and for who wants to copy them."""
+    """Return the numbers of a figure, for readers, and for whoever wants to copy them."""
     tables = []
     for one in figure.series:
         rows = "".join(

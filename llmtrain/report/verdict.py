@@ -145,7 +145,7 @@ def best_checkpoint(tables: Tables) -> Line | None:
     Without any, that is the newest that was not evaluated: one whose loss is not finite is no best.
     """
     losses = dict(column(tables.evaluations, "loss"))
-    kept = [one for one in tables.checkpoints if one["kept"]]
+    kept = tables.kept_checkpoints
     scored = [one for one in kept if one["step"] in losses]
     evaluated = {one["step"] for one in tables.evaluations}
     rest = [one for one in kept if one["step"] not in evaluated]
@@ -328,7 +328,7 @@ def room(tables: Tables) -> float | None:
 
 
 def _checkpoints(tables: Tables) -> Check:
-    kept = [one for one in tables.checkpoints if one["kept"]]
+    kept = tables.kept_checkpoints
     if not kept:
         return Check(LOOK, "checkpoints", "none is in the run directory")
     best = best_checkpoint(tables)

@@ -19,6 +19,7 @@ from typing import Generic, Literal, TypeVar
 from llmtrain.config import secrets
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir.contents import AUTO, STATUS, write_atomically
+from llmtrain.rundir.record import parse
 from llmtrain.types import Compiled, JsonMapping, JsonObject
 
 T = TypeVar("T")
@@ -105,10 +106,9 @@ def read_status(run_dir: Path) -> JsonObject:
     on it.
     """
     try:
-        value = json.loads((run_dir / STATUS).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        fields = parse((run_dir / STATUS).read_bytes()) or {}
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return {}
-    fields = value if isinstance(value, dict) else {}
     return {
         name: field
         for name, field in fields.items()

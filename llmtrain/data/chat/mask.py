@@ -35,7 +35,7 @@ from llmtrain.data.chat.template import Beginnings
 
 _NEEDED = 20  # characters at the end of a message that must be in the text, white space aside
 _NOTHING = Text("", 0, "")
-_WORTH_NOTING = 4  # turns, from which on it is faster to note the rounds of a template
+_WORTH_NOTING = 4  # turns: from so many on it is faster to note the rounds of a template
 _SHOWN = 24  # characters of a text in a message
 
 

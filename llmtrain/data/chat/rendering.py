@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
     from jinja2.utils import Namespace
 
-MANY = 64  # messages, from which on it is a slow rendering that runs all rounds
+MANY = 64  # messages: from so many on it is a slow rendering that runs all rounds
 # What a template raises when a message is not as it expects, besides jinja2's own errors.
 FAILURES = (
     *(TypeError, ValueError, LookupError, AttributeError),

@@ -126,7 +126,7 @@ class BadRowError(Exception):
 
 
 class PreferenceDataError(UserError):
-    """The columns judge answers, as preference pairs and feedback do: these are not trained on."""
+    """The columns judge answers, as preference pairs and feedback do, in a run that trains none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,7 +336,7 @@ def _raise(message: str) -> None:
 
 
 class _Dict:
-    """`dict` in a template: not the type itself, from which one may get further than one should."""
+    """`dict` in a template: not the type itself, whose base classes lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

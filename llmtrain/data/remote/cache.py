@@ -152,10 +152,10 @@ def answer_path(root: Path, question: Sequence[str | None]) -> Path:
 def load_answer(path: Path) -> JsonObject | None:
     """Return the stored answer, or None without a readable one."""
     try:
-        answer: JsonObject = json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
+        answer = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return answer
+    return answer if isinstance(answer, dict) else None
 
 
 def store_answer(path: Path, answer: JsonObject) -> None:

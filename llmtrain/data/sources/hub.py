@@ -93,22 +93,21 @@ def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> local.R
 
     what = f"{source.path} (no path of this machine; data set of the Hub)"
     urls = _retry(lambda: _file_urls(source, key), what, stop)
-    found = [PREFIX.fullmatch(url) for url in urls]
-    inside = [match for match in found if match is not None]
+    inside = [match for url in urls if (match := PREFIX.fullmatch(url))]
     if len(inside) != len(urls):
-        outside = next(url for url, match in zip(urls, found, strict=True) if match is None)
+        outside = next(url for url in urls if not PREFIX.fullmatch(url))
         expected = "files of the data set itself"
         raise UserError(Problem(key, outside, expected, "name them as a source of their own"))
     formats = {match["path"]: local.file_format(match["path"]) for match in inside}
-    unknown = [name for name, found in formats.items() if found is None]
+    unknown = [name for name, known in formats.items() if known is None]
     if unknown:
         remedies = {name: CONVERT if name.endswith(".arrow") else WRITE for name in unknown}
         problems = [Problem(key, name, FORMATS, remedies[name]) for name in unknown]
         raise UserError(*local.bounded(problems, key))
-    rows = [name for name, found in formats.items() if found and found.kind != "text"]
+    rows = [name for name, known in formats.items() if known and known.kind != "text"]
     if rows and source.document == "file":
         expected = f"line: {rows[0]} is no text file, of which each could be one document"
-        raise UserError(Problem(_beside(key, "document"), "file", expected))
+        raise UserError(Problem(local.sibling(key, "document"), "file", expected))
     root = f"hf://datasets/{inside[0]['id']}@{inside[0]['sha']}"
     names = sorted((match["path"] for match in inside), key=str.encode)
     system = HfFileSystem()
@@ -138,7 +137,7 @@ def _file_urls(source: SourceConfig, key: str) -> list[str]:
     splits = options.data_files or {}
     if source.split not in splits:
         expected = f"one of: {_nearest(source.split, splits)}"
-        raise UserError(Problem(_beside(key, "split"), source.split, expected))
+        raise UserError(Problem(local.sibling(key, "split"), source.split, expected))
     urls = [str(url) for url in splits[source.split]]
     for url in urls:
         if builder.name == "csv" and options.sep != ("\t" if ".tsv" in url else ","):
@@ -185,7 +184,9 @@ def _not_found(source: SourceConfig, key: str, message: str) -> Problem:
     if source.revision is not None and message.startswith("Revision"):
         short = SHORT_COMMIT.fullmatch(source.revision) is not None
         expected = "all 40 digits of a commit" if short else "a branch, tag or commit that exists"
-        return Problem(_beside(key, "revision"), source.revision, expected, f"see {page}/commits")
+        return Problem(
+            local.sibling(key, "revision"), source.revision, expected, f"see {page}/commits"
+        )
     expected = "a path on this machine, or a data set of the Hub; none of this name can be seen"
     remedy = "check the spelling; it does not exist, or it is private and needs HF_TOKEN"
     return Problem(key, source.path, expected, remedy)
@@ -199,7 +200,9 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
     if source.name in names or len(names) < (2 if source.name is None else 1):
         expected = f"a data set that can be read ({first_line(error)})"
         return Problem(key, source.path, expected)
-    return Problem(_beside(key, "name"), source.name, f"one of: {_nearest(source.name, names)}")
+    return Problem(
+        local.sibling(key, "name"), source.name, f"one of: {_nearest(source.name, names)}"
+    )
 
 
 def _nearest(asked: str | None, names: Iterable[object]) -> str:
@@ -281,8 +284,3 @@ def _status(error: BaseException) -> tuple[int, float]:
     below = error.__cause__ or error.__context__
     status, asked = _status(below) if below is not None else (0, 0.0)
     return status if status in (401, 403) else 0, asked
-
-
-def _beside(key: str, name: str) -> str:
-    """Replace the last part of a key, as in data.sources.0.path → data.sources.0.name."""
-    return f"{key.rsplit('.', 1)[0]}.{name}"

@@ -89,7 +89,6 @@ def files_of_split(
 def _of_card(source: DocumentsConfig, root: Path, key: str) -> Mapping[str, Sequence[str]] | None:
     """Return split → patterns, as the README has them for a config; None if it has none."""
     configs = _configs(root, key)
-    beside = key.rpartition(".")[0]
     if not configs:
         _refuse_name(source, root, key)
         return None
@@ -100,7 +99,7 @@ def _of_card(source: DocumentsConfig, root: Path, key: str) -> Mapping[str, Sequ
         name = source.name or MetadataConfigs(configs).get_default_config_name()
         if name is None:
             expected = f"one of: {', '.join(configs)}"
-            raise UserError(Problem(f"{beside}.name", None, expected))
+            raise UserError(Problem(sibling(key, "name"), None, expected))
         _require(name, configs, key, "name")
         asked = configs[name]
         if "data_files" in asked:
@@ -120,7 +119,7 @@ def _of_card(source: DocumentsConfig, root: Path, key: str) -> Mapping[str, Sequ
 def _refuse_name(source: DocumentsConfig, root: Path, key: str) -> None:
     if source.name is not None:
         expected = f"left out: {root} has no configs"
-        raise UserError(Problem(f"{key.rpartition('.')[0]}.name", source.name, expected))
+        raise UserError(Problem(sibling(key, "name"), source.name, expected))
 
 
 def _configs(root: Path, key: str) -> JsonObject:
@@ -216,7 +215,7 @@ def _require(asked: str, names: Iterable[str], key: str, what: str) -> None:
     if asked not in existing:
         remedy = "or name the files with a glob, which has no splits" if what == "split" else ""
         expected = f"one of: {', '.join(map(str, existing[:SHOWN])) or 'none'}"
-        raise UserError(Problem(f"{key.rpartition('.')[0]}.{what}", asked, expected, remedy))
+        raise UserError(Problem(sibling(key, what), asked, expected, remedy))
 
 
 SAMPLE = "sample"
@@ -537,14 +536,19 @@ def _is_prose(path: Path) -> bool:
 
 
 def _unknown_suffix(path: Path, source: DocumentsConfig, key: str) -> Problem:
-    beside = f"{key.rpartition('.')[0]}.document"
+    document = sibling(key, "document")
     if source.document == "file":
         expected = "a text file (.txt, .md, .gz or .zst after it), as each file is one document"
-        return Problem(key, str(path), expected, f"{beside}=line, or name the files with a glob")
+        return Problem(key, str(path), expected, f"{document}=line, or name the files with a glob")
     remedy = "move it away, or name the files with a glob"
     if _is_prose(path):
-        remedy = f"{beside}=file makes each text file one document"
+        remedy = f"{document}=file makes each text file one document"
     return Problem(key, str(path), f"a data file ({SUFFIXES})", remedy)
+
+
+def sibling(key: str, name: str) -> str:
+    """Replace the last part of a key, as in data.sources.0.path → data.sources.0.name."""
+    return f"{key.rpartition('.')[0]}.{name}"
 
 
 def on_hub(path: str) -> bool:

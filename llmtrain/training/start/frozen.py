@@ -44,7 +44,7 @@ from llmtrain.distributed.engines.accelerator import Launched, on_cpu
 from llmtrain.distributed.launch.environment import family
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model import attention, compile as compiling, trainable, untrusted
-from llmtrain.model.base import CONFIG, KEY, Base, check_code, pin
+from llmtrain.model.base import CONFIG, Base, check_code, pin
 from llmtrain.model.loss import Head
 from llmtrain.model.tokenizer import new_entries, special_tokens, token_ids
 from llmtrain.rundir import contents
@@ -85,7 +85,10 @@ def decide_kernels(config: schema.Config) -> Kernels:
     """Return the settings of the config, or those that an earlier start on such a device froze."""
     auto = FrozenChoices(config.run_dir, f"any/{'cpu' if on_cpu() else 'cuda'}/any")
     known = {attention.KEY: auto.attention_backend, compiling.KEY: auto.compile}
-    asked = {attention.KEY: config.model.attention_backend, compiling.KEY: config.training.compile}
+    asked = {
+        attention.KEY: config.model.attention_backend,
+        compiling.KEY: config.training.compile,
+    }
     chosen = {key: known[key] if value == "auto" else value for key, value in asked.items()}
     return Kernels(
         attention=chosen[attention.KEY] or "auto",
@@ -377,7 +380,7 @@ def find_base(model: schema.ModelConfig) -> Base:
         name = candidates.best(root, run_id)
         if name is None:
             expected, remedy = "a run that has a whole checkpoint", f"checkpoints list {place}"
-            raise UserError(Problem(KEY, place, expected, f"`llmtrain {remedy}`"))
+            raise UserError(Problem(untrusted.KEY, place, expected, f"`llmtrain {remedy}`"))
         place = root / name
     untrusted.check(str(place))
     if (place / CONFIG).is_file():
@@ -390,7 +393,7 @@ def check_unchanged(base: Base) -> None:
     if base.digest is not None and (said := what_changed(base)):
         expected = f"the weights that this run began with ({base}); that directory {said}"
         remedy = "put them back, or begin in another run.dir"
-        raise UserError(Problem(KEY, base.path, expected, remedy))
+        raise UserError(Problem(untrusted.KEY, base.path, expected, remedy))
 
 
 def what_changed(base: Base) -> str | None:

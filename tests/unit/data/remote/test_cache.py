@@ -105,8 +105,9 @@ def test_an_answer_is_kept_by_everything_that_was_asked(tmp_path):
     assert load_answer(one) is None
     store_answer(one, {"root": "r"})
     assert load_answer(one) == {"root": "r"}
-    one.write_text(json.dumps({"root": "r"})[:-3])
-    assert load_answer(one) is None
+    for damaged in (json.dumps({"root": "r"})[:-3], '["root"]', "[" * 100_000):
+        one.write_text(damaged)
+        assert load_answer(one) is None
 
 
 @pytest.fixture
