@@ -57,8 +57,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
     from llmtrain.tools.checkpoints.look import look
 
-    found = look(run)
-    show([json.dumps(found.to_json())] if as_json else listing(found))
+    checkpoints = look(run)
+    show([json.dumps(checkpoints.to_json())] if as_json else listing(checkpoints))
 
 
 @app.command(help="every byte against its digest; exit code 2 if anything differs")
@@ -75,15 +75,15 @@ def verify(
     """Read complete checkpoints as a resume does, and change nothing."""
     from llmtrain.tools.checkpoints.look import verify as look
 
-    found, show_progress = [], _progress()
+    verified, show_progress = [], _progress()
     for one in look(run, name, show_progress, hashed=hashed):
         show_progress("", 0, 0)
-        found.append(one)
+        verified.append(one)
         if not as_json:
             show(verification(one))
     if as_json:
-        show([json.dumps({"checkpoints": [one.to_json() for one in found]})])
-    raise typer.Exit(0 if found and all(not one.problems for one in found) else 2)
+        show([json.dumps({"checkpoints": [one.to_json() for one in verified]})])
+    raise typer.Exit(0 if verified and all(not one.problems for one in verified) else 2)
 
 
 @app.command(help="delete what the config does not keep; without --yes only show it")
@@ -103,10 +103,10 @@ def prune(
     from llmtrain.tools.checkpoints.prune import prune as clear
 
     show_progress = _progress()
-    found = clear(run, keep_last, yes=yes, set_aside=set_aside, on_progress=show_progress)
+    pruned = clear(run, keep_last, yes=yes, set_aside=set_aside, on_progress=show_progress)
     show_progress("", 0, 0)
-    show([json.dumps(found.to_json())] if as_json else pruning(found))
-    raise typer.Exit(2 if found.lost else 0)
+    show([json.dumps(pruned.to_json())] if as_json else pruning(pruned))
+    raise typer.Exit(2 if pruned.lost else 0)
 
 
 @app.command(help="prove here that a killed and resumed run equals a straight one")
@@ -136,17 +136,17 @@ def rehearse(
     def show_progress(text: str) -> None:
         print(harmless(text), file=sys.stderr, flush=True)
 
-    found: Rehearsal | RehearsedSizes
+    result: Rehearsal | RehearsedSizes
     if same_bits is not None:
         sizes = _sizes(same_bits, {"--kill-at": kill_at, "--to": to, "--processes": processes})
-        found = tool.rehearse_sizes(config, overrides or [], sizes, show_progress)
-        lines = sizes_rehearsal(found)
+        result = tool.rehearse_sizes(config, overrides or [], sizes, show_progress)
+        lines = sizes_rehearsal(result)
     else:
         at = tool.KILL_AT if kill_at is None else kill_at
-        found = tool.rehearse(config, overrides or [], at, to, processes, show_progress)
-        lines = rehearsal(found)
-    show([json.dumps(found.to_json())] if as_json else lines)
-    raise typer.Exit(0 if found.same else 2)
+        result = tool.rehearse(config, overrides or [], at, to, processes, show_progress)
+        lines = rehearsal(result)
+    show([json.dumps(result.to_json())] if as_json else lines)
+    raise typer.Exit(0 if result.same else 2)
 
 
 def _sizes(asked: str, others: Mapping[str, object]) -> list[int]:
@@ -240,10 +240,10 @@ def sizes_rehearsal(found: RehearsedSizes) -> Iterator[str]:
     yield f"{verdict}, behind {found.steps} steps, in {found.seconds:.0f} s"
 
 
-def _why(row: CheckpointRow, found: Listing) -> str:
+def _why(row: CheckpointRow, checkpoints: Listing) -> str:
     if row.kind != "complete":
         return ", ".join((*row.kept, _MEANS[row.kind]))
-    if found.policy is None:
+    if checkpoints.policy is None:
         return "not known: no config.yaml that loads"
     return ", ".join(row.kept) or "not kept: goes after the next save, or by prune"
 

@@ -41,11 +41,11 @@ def show(
     """Print the values of a config with their origins; secrets are not shown."""
     from llmtrain.config.load import load_config
 
-    found = dict(_values(load_config(config, overrides or []), experts=all_))
+    values = dict(_values(load_config(config, overrides or []), experts=all_))
     if as_json:
-        print(json.dumps({key: {"value": v, "set_by": by} for key, (v, by) in found.items()}))
+        print(json.dumps({key: {"value": v, "set_by": by} for key, (v, by) in values.items()}))
         return
-    show_lines(_listing(found))
+    show_lines(_listing(values))
 
 
 @app.command(help="a JSON schema, with which editors check and complete configs")
@@ -97,8 +97,8 @@ def _values_of(name: str) -> JsonMapping:
     values: JsonMapping = bind(load_config(run_dir / CONFIG if of_run else name)).values
     if of_run and (run_dir / METRICS).is_file():
         values = with_length(values, collect(run_dir).starts)
-    found: JsonMapping = secrets.hidden(values, secrets.hider(os.environ))
-    return found
+    without_secrets: JsonMapping = secrets.hidden(values, secrets.hider(os.environ))
+    return without_secrets
 
 
 def _side(values: JsonMapping, key: str) -> str:
@@ -129,10 +129,10 @@ def _origin(name: str, origins: Mapping[str, str]) -> str:
     return "command line" if "command line" in parts else parts[0] if parts else "default"
 
 
-def _listing(found: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+def _listing(values: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
     """Yield a heading for each section, and below it a line for each key."""
-    section, width = "", max(len(key.partition(".")[2]) for key in found)
-    for name, (value, origin) in found.items():
+    section, width = "", max(len(key.partition(".")[2]) for key in values)
+    for name, (value, origin) in values.items():
         head, _, key = name.partition(".")
         if head != section:
             section = head

@@ -74,19 +74,19 @@ def inspection(found: Inspection) -> Iterator[str]:
         yield from _block(block)
 
 
-def _pairs(found: PairFacts) -> Iterator[str]:
+def _pairs(facts: PairFacts) -> Iterator[str]:
     """Yield the number of pairs, their lengths, and what is left out or cut."""
     names: Sequence[str] = ("chosen", "rejected")
     what = "pairs"
-    if found.desirable is not None:
-        names, what = ("answer",), f"answers, {found.desirable:,} of them desirable and "
-        what += f"{found.undesirable:,} undesirable"
-    yield f"pairs     {found.pairs:,} {what}; {found.a_block:.2f} in a block"
+    if facts.desirable is not None:
+        names, what = ("answer",), f"answers, {facts.desirable:,} of them desirable and "
+        what += f"{facts.undesirable:,} undesirable"
+    yield f"pairs     {facts.pairs:,} {what}; {facts.a_block:.2f} in a block"
     yield "          tokens of          median    90 % within    most"
-    for name, size in zip(("prompt", *names), (found.prompt, *found.answers), strict=True):
+    for name, size in zip(("prompt", *names), (facts.prompt, *facts.answers), strict=True):
         yield f"          {name:<14} {size.median:>10,} {size.most_of_90:>14,} {size.most:>7,}"
-    cut = f"{found.too_long:,} left out as too long, {found.truncated:,} cut"
-    yield f"          {cut}, {found.equal:,} with equal answers"
+    cut = f"{facts.too_long:,} left out as too long, {facts.truncated:,} cut"
+    yield f"          {cut}, {facts.equal:,} with equal answers"
 
 
 def _mark(name: str, of: Inspection | SourceFacts) -> str:
@@ -192,13 +192,13 @@ def step_documents(found: StepDocuments) -> Iterator[str]:
             yield from _lines(document.second_text)
 
 
-def _check(found: StepDocuments) -> str:
+def _check(documents: StepDocuments) -> str:
     """Return how the documents were checked against the logged digests."""
-    if found.checked_at == found.step:
+    if documents.checked_at == documents.step:
         return "checked: metrics.jsonl has the same digest"
-    if found.checked_at is not None:
+    if documents.checked_at is not None:
         return (
-            f"checked at step {found.checked_at} only, the next whose digest was logged "
+            f"checked at step {documents.checked_at} only, the next whose digest was logged "
             "(logging.every_steps)"
         )
     return "not checked: metrics.jsonl has no digest of this step or one soon after it"
@@ -248,8 +248,8 @@ def inspect(
     with options.busy("importing torch"):
         from llmtrain.tools.data.inspect import inspect as look
 
-        found = look(loaded, blocks=blocks, documents=documents)
-    options.show([json.dumps(found.to_json())] if as_json else inspection(found))
+        facts = look(loaded, blocks=blocks, documents=documents)
+    options.show([json.dumps(facts.to_json())] if as_json else inspection(facts))
 
 
 @app.command(help="the documents of a step, checked against the digest that the run logged")
@@ -268,8 +268,8 @@ def which(
     with options.busy("importing torch"):
         from llmtrain.tools.data.which import which as find
 
-        found = find(run, step, overrides=overrides or [], text=text)
-    options.show([json.dumps(found.to_json())] if as_json else step_documents(found))
+        documents = find(run, step, overrides=overrides or [], text=text)
+    options.show([json.dumps(documents.to_json())] if as_json else step_documents(documents))
 
 
 @app.command(help="tokens of all documents as Megatron .bin and .idx; the same command continues")

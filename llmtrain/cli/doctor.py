@@ -55,9 +55,9 @@ def show(
         if not as_json:
             # Keeps the escapes of the colours; `lines` has already replaced all others.
             print_lines(lines(name, check, colours=_in_colours()), keep="\033")
-    found = {"checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
+    report = {"checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
     states = [check.state for check in checks.values()]
-    print_lines([json.dumps(found) if as_json else summary(states)])
+    print_lines([json.dumps(report) if as_json else summary(states)])
     return 2 if "error" in states else 0
 
 

@@ -54,13 +54,13 @@ def show_plan(
     with busy("importing torch and transformers"):
         from llmtrain.tools.plan import launch_file, plan
 
-        found = plan(loaded, devices, nodes, *others)
-    show([json.dumps(found.to_json())] if as_json else plan_lines(found))
-    if found.chosen is None:
-        print(f"error: {found.choice.reason}", file=sys.stderr)
+        planned = plan(loaded, devices, nodes, *others)
+    show([json.dumps(planned.to_json())] if as_json else plan_lines(planned))
+    if planned.chosen is None:
+        print(f"error: {planned.choice.reason}", file=sys.stderr)
         return UserError.exit_code
     if write is not None:
-        notes = ", in place of the file that was there" * launch_file(found, write)
+        notes = ", in place of the file that was there" * launch_file(planned, write)
         print(f"{'written':<{_LABEL}}{write}{notes}", file=sys.stderr)
     return 0
 
@@ -99,9 +99,9 @@ def plan_lines(found: Plan) -> Iterator[str]:
     yield from _rates(found)
 
 
-def _cut(found: Plan) -> Iterator[str]:
+def _cut(plan: Plan) -> Iterator[str]:
     """Yield over how many devices each model is cut, and what a group across nodes costs."""
-    hardware, one = found.hardware, found.chosen or found.choice.candidates[0]
+    hardware, one = plan.hardware, plan.chosen or plan.choice.candidates[0]
     if hardware.cut.processes == 1:
         return
     sizes = {key: size for key, size in hardware.cut.to_json().items() if size > 1}
@@ -109,22 +109,22 @@ def _cut(found: Plan) -> Iterator[str]:
     count, each = hardware.groups, f"{hardware.cut.processes:,} devices"
     where = f"{count:,} models, each on {each}" if count > 1 else f"one model on {each}"
     yield from _label("cut", f"{ways}: {where}; computed, not measured")
-    if warned := across_nodes(found.shape, found.work, one.layout, hardware):
+    if warned := across_nodes(plan.shape, plan.work, one.layout, hardware):
         yield from _label("warning", "; ".join(warned))
 
 
-def _duration(found: Plan) -> Iterator[str]:
+def _duration(plan: Plan) -> Iterator[str]:
     """Yield how long all steps take, as far as their number and speed are known."""
-    if found.chosen is None:
+    if plan.chosen is None:
         return
-    if found.seconds is not None:
+    if plan.seconds is not None:
         why = "at that speed, without evaluations and saves"
-        yield from _label("duration", f"{duration(found.seconds)} for {found.steps:,} steps, {why}")
-    elif found.steps is None:
+        yield from _label("duration", f"{duration(plan.seconds)} for {plan.steps:,} steps, {why}")
+    elif plan.steps is None:
         steps = "training.epochs: `llmtrain data inspect` says how many steps an epoch has"
         yield from _label("duration", f"not known of {steps}")
     else:
-        yield from _label("duration", f"not predicted: {found.steps:,} steps at a speed not known")
+        yield from _label("duration", f"not predicted: {plan.steps:,} steps at a speed not known")
 
 
 def cost_lines(cost: Cost | None) -> Iterator[str]:
@@ -164,48 +164,48 @@ def cost_lines(cost: Cost | None) -> Iterator[str]:
     )
 
 
-def _memory(found: Plan) -> Iterator[str]:
+def _memory(plan: Plan) -> Iterator[str]:
     """Yield the table of memory of one device, in GiB, or in MiB for small models."""
     from llmtrain.tools.plan import UNCOUNTED
 
-    plans = [one.memory for one in found.choice.candidates]
+    plans = [one.memory for one in plan.choice.candidates]
     most = max(one.total_bytes - one.parts["reserve"] for one in plans)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     yield f"{unit:<{_NAME}}" + "".join(f"{word:>8}" for word in [*_PARTS.values(), "total"])
-    unknown = UNCOUNTED if found.uncounted else ()
-    for one in found.choice.candidates:
+    unknown = UNCOUNTED if plan.uncounted else ()
+    for one in plan.choice.candidates:
         parts = one.memory.parts
         shown = ["?" if part in unknown else f"{parts[part] / size:.1f}" for part in _PARTS]
         shown.append(f"{'>' if unknown else ''}{one.memory.total_bytes / size:.1f}")
-        yield _mark(found, one) + "".join(f"{word:>8}" for word in shown)
+        yield _mark(plan, one) + "".join(f"{word:>8}" for word in shown)
 
 
-def _layouts(found: Plan) -> Iterator[str]:
+def _layouts(plan: Plan) -> Iterator[str]:
     head = f"{'recomputed':<12}{'micro':>6}{'accum':>7}{'host GiB':>10}{'tokens/s':>12}"
     yield f"{'':<{_NAME}}{head}   fits"
-    fits = "?" if found.uncounted else "yes"
-    for one in found.choice.candidates:
+    fits = "?" if plan.uncounted else "yes"
+    for one in plan.choice.candidates:
         layout, speed = one.layout, one.tokens_per_second
         yield (
-            _mark(found, one)
+            _mark(plan, one)
             + f"{layout.activation_checkpointing:<12}{layout.micro_batch_size:>6,}"
             + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
             + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {fits if one.fits else 'no'}"
         )
-    for one in found.choice.candidates:
+    for one in plan.choice.candidates:
         if not one.fits:
             yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
 
 
-def _mark(found: Plan, one: PlannedLayout) -> str:
-    mark = "*" if one is found.chosen else " "
+def _mark(plan: Plan, one: PlannedLayout) -> str:
+    mark = "*" if one is plan.chosen else " "
     return f"{mark} {one.layout.strategy:<{_NAME - 2}}"
 
 
-def _outcome(found: Plan) -> Iterator[str]:
-    chosen = found.chosen
+def _outcome(plan: Plan) -> Iterator[str]:
+    chosen = plan.chosen
     if chosen is None:
-        for one in found.suggestions:
+        for one in plan.suggestions:
             yield from _label("try", one)
         return
     layout = chosen.layout  # its values are what `auto` stands for, as overrides to copy
@@ -213,38 +213,38 @@ def _outcome(found: Plan) -> Iterator[str]:
     keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
     last = " distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else ""
     yield from _label("keys", keys + last)
-    host, there = chosen.memory.host_bytes, found.hardware.host_bytes
-    known = "" if there is None else f", of {size(there)}"
+    host, available = chosen.memory.host_bytes, plan.hardware.host_bytes
+    known = "" if available is None else f", of {size(available)}"
     yield from _label("host", f"{size(host)} of memory on each node{known}")
-    for one in found.suggestions:
+    for one in plan.suggestions:
         yield from _label("or", f"without offload: {one}")
 
 
-def _reference(found: Plan) -> Iterator[str]:
+def _reference(plan: Plan) -> Iterator[str]:
     """Yield what the reference of the pairs of answers costs, if there is one."""
-    if found.reference is None:
+    if plan.reference is None:
         return
     forwards = "one forward of each block of an epoch before step 1"
-    if found.work.answers == "feedback":
+    if plan.work.answers == "feedback":
         forwards = "one forward of each block before step 1, and one more in each step"
-    share = f"{forwards}, each {found.reference:.2f} of a block in a step by the formula"
+    share = f"{forwards}, each {plan.reference:.2f} of a block in a step by the formula"
     yield from _label("reference", f"{share}; 40 B a pair in each process and on the disk")
 
 
-def _speeds(found: Plan) -> Iterator[str]:
-    if found.chosen is None:
+def _speeds(plan: Plan) -> Iterator[str]:
+    if plan.chosen is None:
         return
-    if not found.speeds:
-        why = "a CPU" if found.hardware.cpu else "this device"
-        why = "a model that cannot be counted" if found.uncounted else why
+    if not plan.speeds:
+        why = "a CPU" if plan.hardware.cpu else "this device"
+        why = "a model that cannot be counted" if plan.uncounted else why
         yield from _label("speed", f"not predicted for {why}")
         return
-    device = f", as of an {found.hardware.device}" if found.assumed else ""
+    device = f", as of an {plan.hardware.device}" if plan.assumed else ""
     share = f"at an assumed {HFU:.0%} of the peak"
     yield from _label("speed", f"on paper{device}, {share}, at this global batch, where it fits")
     rates = f"{'tokens/s':>12}{'a device':>12}{'efficiency':>12}"
     yield f"{'devices':>17}{'nodes':>7}{'accum':>7}{rates}"
-    for one in found.speeds:
+    for one in plan.speeds:
         each = one.tokens_per_second / one.devices
         yield (
             f"{one.devices:>17,}{one.nodes:>7,}{one.accumulation:>7,}"
@@ -252,11 +252,11 @@ def _speeds(found: Plan) -> Iterator[str]:
         )
 
 
-def _rates(found: Plan) -> Iterator[str]:
-    if found.rates:
+def _rates(plan: Plan) -> Iterator[str]:
+    if plan.rates:
         yield from _label("rates", "learning rate at another training.global_batch_size")
         yield f"{'batch':>17}{'linear rule':>14}{'root rule':>12}"
-    for one in found.rates:
+    for one in plan.rates:
         yield f"{one.global_batch_size:>17,}{one.linear:>14.2e}{one.root:>12.2e}"
 
 

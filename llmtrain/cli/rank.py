@@ -58,10 +58,11 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
             print("importing torch and transformers …", file=sys.stderr, flush=True)
         run_dir = config.run_dir
         log = contents.log_file(run_dir, _rank())
-        own = bind(config).digest
-        if mark := failures.refused_before(run_dir, own):  # an earlier attempt of this launcher
+        config_digest = bind(config).digest
+        if mark := failures.refused_before(run_dir, config_digest):
+            # An earlier attempt of this launcher was refused.
             raise PeerError(mark.reason, mark.code, mark.rank)
-        digest = own
+        digest = config_digest
         result = llmtrain.train(config)
         code, message = result.exit_code, ""
         if not code:  # else the launcher forms another group, which no report is to delay
@@ -239,9 +240,9 @@ def end_block(run: Tables, width: int = 160) -> Iterator[str]:
         yield f"tokens     {short(tokens[-1][1])} in {duration(run.wall_seconds)}{good}"
     if run.samples:
         newest = run.samples[-1]
-        said = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
-        yield fit(f"sample     {said}", width)
-    yield from (f"wrong      {said}" for said in verdict.failures(run))
+        text = " ".join(f"{newest.get('prompt')}{newest.get('text')}".split())
+        yield fit(f"sample     {text}", width)
+    yield from (f"wrong      {text}" for text in verdict.failures(run))
     if verdict.best_checkpoint(run):
         for command, word in zip(verdict.uses(run), ("use", ""), strict=False):
             yield f"{word:<11}{command}"

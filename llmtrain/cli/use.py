@@ -113,9 +113,9 @@ def evaluate(
             "stride": stride,
             "chat": chat,
         }
-        found = measure(model, data, as_run=as_run, on_progress=show_progress, **options)
+        evaluated = measure(model, data, as_run=as_run, on_progress=show_progress, **options)
     line.clear()
-    show([json.dumps(found.to_json())] if as_json else evaluation(found))
+    show([json.dumps(evaluated.to_json())] if as_json else evaluation(evaluated))
 
 
 def generate(
@@ -195,7 +195,7 @@ def export(
     def show_progress(doing: str) -> None:
         print(harmless(doing), file=sys.stderr, flush=True)
 
-    found = write(
+    exported = write(
         run,
         out,
         dtype=dtype,
@@ -205,7 +205,7 @@ def export(
         verify=not no_verify,
         on_progress=show_progress,
     )
-    show([json.dumps(found.to_json())] if as_json else exportation(found))
+    show([json.dumps(exported.to_json())] if as_json else exportation(exported))
 
 
 def eject(
@@ -231,8 +231,8 @@ def eject(
         from llmtrain.tools.eject import eject as write
 
         _hide_progress_of_transformers()
-        found = write(loaded, out, steps)
-    show([json.dumps(found.to_json())] if as_json else ejection(found))
+        ejected = write(loaded, out, steps)
+    show([json.dumps(ejected.to_json())] if as_json else ejection(ejected))
 
 
 def ejection(found: Ejected) -> Iterator[str]:
@@ -311,8 +311,8 @@ def _continue(model: str, prompt: str, drawn: _Drawn, *, as_json: bool) -> None:
 
         _hide_progress_of_transformers()
         on_text = _quietly(loaded) if as_json else _behind(prompt, loaded)
-        found = tool.continue_text(model, prompt, tool.Sampling(*drawn), on_text)
-        show([json.dumps(found.to_json()) if as_json else ""])
+        generated = tool.continue_text(model, prompt, tool.Sampling(*drawn), on_text)
+        show([json.dumps(generated.to_json()) if as_json else ""])
 
 
 def _converse(model: str, message: str | None, drawn: _Drawn, *, as_json: bool) -> None:
@@ -358,13 +358,13 @@ def _complete(
             if line.is_due():
                 line.show(f"completed {done:,} of {of:,} prompts")
 
-        found = complete_file(
+        completed = complete_file(
             model, prompts, out, Sampling(*drawn), chat=chat, on_progress=show_progress
         )
     line.clear()
-    counts = f"{found.prompts:,} prompts, {found.tokens:,} tokens written"
-    text = [f"{counts} in {found.seconds:.1f} s", str(found.out)]
-    show([json.dumps(found.to_json())] if as_json else text)
+    counts = f"{completed.prompts:,} prompts, {completed.tokens:,} tokens written"
+    text = [f"{counts} in {completed.seconds:.1f} s", str(completed.out)]
+    show([json.dumps(completed.to_json())] if as_json else text)
 
 
 @contextmanager
@@ -405,8 +405,8 @@ def _typed() -> Iterator[str]:
 
 
 def _show_forgotten(count: int) -> None:
-    said = f"the oldest {count} messages are left out: the conversation fills the model's positions"
-    print(f"({said})", file=sys.stderr, flush=True)
+    note = f"the oldest {count} messages are left out: the conversation fills the model's positions"
+    print(f"({note})", file=sys.stderr, flush=True)
 
 
 def _show_refused(error: UserError) -> None:

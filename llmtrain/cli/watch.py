@@ -42,13 +42,13 @@ def watch(run_dir: Path, *, once: bool, as_json: bool) -> None:
 
 def _wait_for_start(run_dir: Path) -> None:
     """Wait until there is a record, where there is nothing yet or a run directory that is new."""
-    said = False
+    announced = False
     while not (run_dir / contents.METRICS).is_file():
         if run_dir.exists() and not contents.is_begun(run_dir):
             return  # it is something else, which is refused
-        if not said:
+        if not announced:
             show([f"waiting for a run to start in {run_dir}; Ctrl-C leaves"])
-        said = True
+        announced = True
         time.sleep(1)
 
 
@@ -93,13 +93,13 @@ def frame(view: View, width: int, height: int) -> list[str]:
 
 
 def _bar(view: View, width: int) -> str:
-    said = f"{count(view.step)} of {count(view.steps)} steps" if view.steps else count(view.step)
+    label = f"{count(view.step)} of {count(view.steps)} steps" if view.steps else count(view.step)
     if not view.steps:
-        return f"step {said}"
+        return f"step {label}"
     share = min(1.0, view.step / view.steps)
-    room = max(5, width - len(said) - 10)
+    room = max(5, width - len(label) - 10)
     done = round(room * share)
-    return f"{'━' * done}{'─' * (room - done)} {percent(share)}  {said}"
+    return f"{'━' * done}{'─' * (room - done)} {percent(share)}  {label}"
 
 
 def _numbers(view: View) -> str:

@@ -214,12 +214,12 @@ def due_after(config: Config, done: int, steps: int) -> tuple[int, list[int]]:
 
 def record_of(config: Config) -> Sequence[JsonMapping]:
     """Return the record of the config's run; () if there is none, or it is of other steps."""
-    kept = config.run_dir / contents.CONFIG
-    if not kept.is_file() or not (config.run_dir / contents.METRICS).is_file():
+    config_file = config.run_dir / contents.CONFIG
+    if not config_file.is_file() or not (config.run_dir / contents.METRICS).is_file():
         return ()
     now, began = (
         (one.model, one.adapter, one.preference, one.data.seq_len, one.training.batch)
-        for one in (config, load_config(kept))
+        for one in (config, load_config(config_file))
     )
     return record.record(config.run_dir) if now == began else ()
 

@@ -157,7 +157,7 @@ def first_blocks(run: Run, steps: int) -> dict[str, Tensor]:
     import numpy as np
     import torch
 
-    found: dict[str, list[np.ndarray]] = {"ids": [], "labels": []}
+    blocks: dict[str, list[np.ndarray]] = {"ids": [], "labels": []}
     for step in range(1, steps + 1):
         run.feed.begin(step)
         batch = run.feed.next_batch()
@@ -165,17 +165,17 @@ def first_blocks(run: Run, steps: int) -> dict[str, Tensor]:
             raise run.feed.error
         if not batch.trained_tokens:
             break
-        found["ids"].append(batch.ids[:, :-1])
-        found["labels"].append(batch.labels)
+        blocks["ids"].append(batch.ids[:, :-1])
+        blocks["labels"].append(batch.labels)
         if batch.starts is not None:
             # From 0 with each document: where one begins, so that none sees another.
             place = np.arange(batch.labels.shape[1])
             begun = (np.maximum.accumulate(np.isin(place, row) * place) for row in batch.starts)
-            found.setdefault("positions", []).append(np.stack([place - one for one in begun]))
-    if not found["ids"]:
+            blocks.setdefault("positions", []).append(np.stack([place - one for one in begun]))
+    if not blocks["ids"]:
         expected = "a first step with something to train on"
         raise UserError(Problem("data.sources", None, expected, "llmtrain data inspect"))
-    return {name: torch.from_numpy(np.stack(all).astype(np.int32)) for name, all in found.items()}
+    return {name: torch.from_numpy(np.stack(all).astype(np.int32)) for name, all in blocks.items()}
 
 
 _ONLY = "an ejected program covers nothing else"
@@ -225,8 +225,8 @@ def uncovered_by_model(run: Run) -> Iterator[Problem]:
     kind = model.config.model_type
     key, named = ("model.from", base) if base else ("model.config.model_type", kind)
     if run.processes.precision != "fp32":
-        found = f"{run.config.training.precision} ({run.processes.precision} here)"
-        yield Problem("training.precision", found, f"fp32: {_ONLY}", "training.precision=fp32")
+        precision = f"{run.config.training.precision} ({run.processes.precision} here)"
+        yield Problem("training.precision", precision, f"fp32: {_ONLY}", "training.precision=fp32")
     if built.loss.has_router_loss:
         yield Problem(key, named, f"a model without a router's loss: {_ONLY}")
     if attention.rope_change(model) is not None:
@@ -238,9 +238,9 @@ def uncovered_by_model(run: Run) -> Iterator[Problem]:
         expected = f"false, as {kind} hides documents only in rows joined end to end: {_ONLY}"
         yield Problem("data.document_mask", True, expected, "data.document_mask=false")
     fresh = type(model.config).from_dict(model.config.to_dict())
-    own = attention.backend(on_meta(fresh))
-    if built.hiding is None and attention.backend(model) == attention.NAME and own != "sdpa":
-        yield Problem(key, named, f"a model whose own attention is sdpa, not {own}: {_ONLY}")
+    backend = attention.backend(on_meta(fresh))
+    if built.hiding is None and attention.backend(model) == attention.NAME and backend != "sdpa":
+        yield Problem(key, named, f"a model whose own attention is sdpa, not {backend}: {_ONLY}")
     layers = [model.get_submodule(f"{name}.base_layer") for name in trainable.adapted_layers(model)]
     if any(type(layer) is not nn.Linear for layer in layers):
         yield Problem("adapter.targets", "auto", f"nothing but nn.Linear: {_ONLY}")
@@ -350,18 +350,18 @@ def compose(flags: Mapping[str, bool], values: Mapping[str, object], header: str
     """
     lines = choose_lines(TEMPLATE.read_text("utf-8").splitlines(), flags)
     for place, line in enumerate(lines):
-        found = re.fullmatch(r"([A-Z_]+)(?:: [^=]+)? = .*?(?:  (# .*))?", line)
-        if found and found[1] in values:
-            written = f"{found[1]} = {literal(values[found[1]], room=_WIDTH - len(found[1]) - 3)}"
-            one = f"{written}  {found[2] or ''}".rstrip()
-            above = f"{found[2]}\n{written}" if found[2] else written
+        match = re.fullmatch(r"([A-Z_]+)(?:: [^=]+)? = .*?(?:  (# .*))?", line)
+        if match and match[1] in values:
+            written = f"{match[1]} = {literal(values[match[1]], room=_WIDTH - len(match[1]) - 3)}"
+            one = f"{written}  {match[2] or ''}".rstrip()
+            above = f"{match[2]}\n{written}" if match[2] else written
             lines[place] = one if len(one) <= _WIDTH and "\n" not in one else above
     return f'"""{header}"""\n' + drop_unneeded("\n".join(lines))
 
 
 def choose_lines(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
     """Return the lines whose conditions hold, without the conditions."""
-    kept: list[str] = []
+    chosen: list[str] = []
     holds = [True]
     for line in lines:
         match line.split():
@@ -372,8 +372,8 @@ def choose_lines(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
             case ["#:", "end"]:
                 holds.pop()
             case _ if all(holds):
-                kept.append(line)
-    return kept
+                chosen.append(line)
+    return chosen
 
 
 def drop_unneeded(text: str) -> str:
@@ -383,26 +383,26 @@ def drop_unneeded(text: str) -> str:
     """
     nodes, lines = ast.parse(text).body, text.splitlines()
     defined = {name: node for node in nodes for name in defined_names(node)}
-    needed, found = {nodes[-1]}, [nodes[-1]]
+    needed, pending = {nodes[-1]}, [nodes[-1]]
     used = {"annotations"}  # from __future__
-    while found:
-        used |= {one.id for one in ast.walk(found.pop()) if isinstance(one, ast.Name)}
-        found += (new := {defined[name] for name in used & defined.keys()} - needed)
+    while pending:
+        used |= {one.id for one in ast.walk(pending.pop()) if isinstance(one, ast.Name)}
+        pending += (new := {defined[name] for name in used & defined.keys()} - needed)
         needed |= new
-    kept: list[str] = []
+    program: list[str] = []
     blank: list[str] = []  # lines, those of what was left out too
     for before, node in pairwise(nodes):
         gap = lines[before.end_lineno : node.lineno - 1]
         blank = max(blank, [line for line in gap if not line], key=len)
         if node not in needed:
             continue
-        own = lines[node.lineno - 1 : node.end_lineno]
+        statement = lines[node.lineno - 1 : node.end_lineno]
         if isinstance(node, ast.ImportFrom):
             names = [one for one in node.names if (one.asname or one.name) in used]
-            own = [ast.unparse(ast.ImportFrom(node.module, names, level=0))]
-        kept += [*blank, *(line for line in gap if line), *own]
+            statement = [ast.unparse(ast.ImportFrom(node.module, names, level=0))]
+        program += [*blank, *(line for line in gap if line), *statement]
         blank = []
-    return "\n".join([*kept, ""])
+    return "\n".join([*program, ""])
 
 
 def defined_names(node: ast.stmt) -> list[str]:

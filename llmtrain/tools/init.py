@@ -132,14 +132,14 @@ def write_config(
             except UserError as error:  # an override, for which no file is to blame
                 raise UserError(*error.problems) from None
 
-        found = _inspected(tree, loaded, known)
-        comments = _fit(tree, found, kind, new=known is None)
+        inspection = _inspected(tree, loaded, known)
+        comments = _fit(tree, inspection, kind, new=known is None)
         _add_passes(tree, comments, loaded)
         _choose_weights(tree, comments, loaded)
         for key, value in (one.split("=", 1) for one in overrides):
             _set(tree, key.split("."), yaml.safe_load(value))
             comments[key] = "as asked"
-        text = _text(tree, comments, path, found)
+        text = _text(tree, comments, path, inspection)
         draft.write_text(text, encoding="utf-8")
         load_config(draft)  # what is written is what was tried
     write_new(path, text)
@@ -328,31 +328,31 @@ def _inspected(tree: JsonObject, loaded: Callable[[], Config], base: Base | None
         raise
 
 
-def _fit(tree: JsonObject, found: Inspection, kind: _SourceKind, *, new: bool) -> Comments:
+def _fit(tree: JsonObject, inspection: Inspection, kind: _SourceKind, *, new: bool) -> Comments:
     """Choose length, batch, epochs and what is held out; return why, by key.
 
     The draft has blocks of the greatest length, one of them a step. new: whether there is no base
     """
     data, training = tree["data"], tree["training"]
     greatest = data["seq_len"]
-    longest = found.lengths[-1].most if found.lengths else greatest
+    longest = inspection.lengths[-1].most if inspection.lengths else greatest
     if kind.answers == "feedback":
         longest *= 2  # an answer of another row has the other half of a block
     if kind.chat:
         data["seq_len"] = min(greatest, max(_SHORTEST, 1 << (longest - 1).bit_length()))
         what = "pair" if kind.answers else "document"
-        said = f"tokens of a block; the longest {what} seen has at most {longest:,}"
+        comment = f"tokens of a block; the longest {what} seen has at most {longest:,}"
     else:
         data["seq_len"] = min(greatest, _OF_TEXT)
-        said = "tokens of a block"
-    comments = {"data.seq_len": said}
-    share = _SCORED / max(1, sum(one.documents for one in found.sources))
+        comment = "tokens of a block"
+    comments = {"data.seq_len": comment}
+    share = _SCORED / max(1, sum(one.documents for one in inspection.sources))
     data["heldout"] = round(min(_SHARES[1], max(_SHARES[0], share)), 3)
     comments["data.heldout"] = "share that is never trained on, and scored instead"
-    tokens = sum(one.tokens for one in found.sources) * (1 - data["heldout"])
-    alone = found.packing == "single"  # then few blocks are full, whatever their length
-    blocks = found.steps_per_epoch if alone else tokens / data["seq_len"]
-    few = sum(one.documents for one in found.sources) < _FEW
+    tokens = sum(one.tokens for one in inspection.sources) * (1 - data["heldout"])
+    alone = inspection.packing == "single"  # then few blocks are full, whatever their length
+    blocks = inspection.steps_per_epoch if alone else tokens / data["seq_len"]
+    few = sum(one.documents for one in inspection.sources) < _FEW
     epochs = _PASSES if kind.chat and few and not new and not kind.answers else 1
     batch = 1 << max(0, math.floor(math.log2(max(1.0, blocks * epochs / _STEPS))))
     batch = min(_BATCHES[1], max(_BATCHES[0], batch))
@@ -389,8 +389,8 @@ def _add_passes(tree: JsonObject, comments: Comments, loaded: Callable[[], Confi
 
 
 def _say_passes(comments: Comments, epochs: int) -> None:
-    said = f"passes over the data; there is little of it, so {epochs} for {FEW_STEPS} steps"
-    comments["training.epochs"] = said
+    comment = f"passes over the data; there is little of it, so {epochs} for {FEW_STEPS} steps"
+    comments["training.epochs"] = comment
 
 
 def _choose_weights(tree: JsonObject, comments: Comments, loaded: Callable[[], Config]) -> None:
@@ -399,36 +399,36 @@ def _choose_weights(tree: JsonObject, comments: Comments, loaded: Callable[[], C
     Raises UserError if nothing fits this machine.
     """
     new = "from" not in tree["model"]
-    found = plans.plan(loaded())
-    fits = found.chosen is not None and not found.chosen.layout.strategy.endswith("_offload")
+    plan = plans.plan(loaded())
+    fits = plan.chosen is not None and not plan.chosen.layout.strategy.endswith("_offload")
     answers = "preference" in tree
     whole, adapters = (_WHOLE_ANSWERS, _ADAPTER_ANSWERS) if answers else (_WHOLE, _ADAPTERS)
     table: Sequence[tuple[float, float]] = _NEW if new else whole
     if not fits and not new:
         tree["adapter"] = {"kind": "lora", "r": 16}
-        table, found = adapters, plans.plan(loaded())
-        if found.chosen is None and not found.hardware.cpu:
+        table, plan = adapters, plans.plan(loaded())
+        if plan.chosen is None and not plan.hardware.cpu:
             tree["adapter"]["kind"] = "qlora"
-            found = plans.plan(loaded())
+            plan = plans.plan(loaded())
         comments["adapter.kind"] = "training all weights does not fit this machine (llmtrain plan)"
-    if found.chosen is None:
-        raise does_not_fit(found.choice, found.hardware, {})
-    rate = _by_size(table, found.shape.count)
+    if plan.chosen is None:
+        raise does_not_fit(plan.choice, plan.hardware, {})
+    rate = _by_size(table, plan.shape.count)
     tree["optimizer"] = {"learning_rate": rate, **tree["optimizer"]}
     of = "a new model" if new else "a base" if table is whole else "adapters"
-    comments["optimizer.learning_rate"] = f"usual for {of} of {found.shape.count:,} parameters"
+    comments["optimizer.learning_rate"] = f"usual for {of} of {plan.shape.count:,} parameters"
     tree["training"]["precision"] = "auto"
-    comments["training.precision"] = f"{found.work.precision} here: {found.precision_why}"
+    comments["training.precision"] = f"{plan.work.precision} here: {plan.precision_why}"
 
 
-def _text(tree: JsonMapping, comments: Comments, path: Path, found: Inspection) -> str:
+def _text(tree: JsonMapping, comments: Comments, path: Path, inspection: Inspection) -> str:
     """Return the config as YAML, with a comment behind each value that was chosen."""
-    documents = sum(one.documents for one in found.sources)
-    tokens = sum(one.tokens for one in found.sources)
-    about = "about " if any(one.estimated for one in found.sources) else ""
+    documents = sum(one.documents for one in inspection.sources)
+    tokens = sum(one.tokens for one in inspection.sources)
+    about = "about " if any(one.estimated for one in inspection.sources) else ""
     command = shlex.quote(harmless(str(path)))
     lines = [
-        f"# {about}{documents:,} documents of {tokens:,} tokens, packing {found.packing}.",
+        f"# {about}{documents:,} documents of {tokens:,} tokens, packing {inspection.packing}.",
         "#",
         f"#   llmtrain data inspect {command}",
         f"#   llmtrain train {command}",
@@ -440,8 +440,8 @@ def _text(tree: JsonMapping, comments: Comments, path: Path, found: Inspection) 
                 lines += [f"  {key}:", *(f"    - {_flow(one)}" for one in value)]
                 continue
             written = f"  {key}: {_flow(value)}"
-            said = comments.get(f"{section}.{key}")
-            lines.append(f"{written:<32}# {said}" if said else written)
+            comment = comments.get(f"{section}.{key}")
+            lines.append(f"{written:<32}# {comment}" if comment else written)
     return "\n".join(lines) + "\n"
 
 

@@ -257,10 +257,10 @@ def plan(
         problems += one_sided("distributed.strategy", mesh)
     raise_any(problems)
     assumed = device_memory_gb is not None and hardware.device is not None
-    found = plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
+    planned = plan_on(config, planning.describe(config, hardware), hardware, assumed=assumed)
     if price is not None or price_node is not None:
-        found = replace(found, cost=cost(config, asked_price, hardware, found.seconds))
-    return replace(found, waiting=tuple(waiting))
+        planned = replace(planned, cost=cost(config, asked_price, hardware, planned.seconds))
+    return replace(planned, waiting=tuple(waiting))
 
 
 def plan_on(config: Config, model: PaperModel, hardware: Hardware, *, assumed: bool) -> Plan:
@@ -430,8 +430,8 @@ def _speeds(
             continue
         spread = replace(layout, accumulation=work.global_batch_size // per_pass)
         if not strategy.missing(memory(model.shape, saved, work, spread, part), part):
-            found = step_time(model.shape, work, spread, part, machine)
-            rate, share = found.tokens_per_second, found.efficiency
+            predicted = step_time(model.shape, work, spread, part, machine)
+            rate, share = predicted.tokens_per_second, predicted.efficiency
             yield Speed(local * nodes, nodes, spread.accumulation, rate, share)
 
 

@@ -25,8 +25,8 @@ _OPTION = "--recipe"
 
 def recipes() -> dict[str, Path]:
     """Return the recipes by name: `quickstart`, `chat_lora`, …, then launch files, as `fsdp2`."""
-    found = [*_FOLDER.glob("configs/**/*.yaml"), *_FOLDER.glob(f"{_LAUNCH}/*.yaml")]
-    return {path.stem: path for path in sorted(found, key=lambda path: (is_launch(path), path))}
+    paths = [*_FOLDER.glob("configs/**/*.yaml"), *_FOLDER.glob(f"{_LAUNCH}/*.yaml")]
+    return {path.stem: path for path in sorted(paths, key=lambda path: (is_launch(path), path))}
 
 
 def is_launch(recipe: Path) -> bool:
@@ -48,8 +48,8 @@ def write_recipe(name: str | None, out: Path | None = None) -> Path:
         example = "llmtrain init --recipe quickstart"
         raise UserError(Problem(_OPTION, name, expected, f"{example}, then llmtrain train FILE"))
     recipe, path = known[name], out or Path(f"{name}.yaml")
-    own = recipe.relative_to(_FOLDER).as_posix()
-    text = recipe.read_text(encoding="utf-8").replace(own, harmless(str(path)))
+    recipe_path = recipe.relative_to(_FOLDER).as_posix()
+    text = recipe.read_text(encoding="utf-8").replace(recipe_path, harmless(str(path)))
     write_new(path, text)
     return path
 

@@ -144,10 +144,12 @@ def look(path: Path) -> Listing:
     policy = None
     with suppress(UserError):  # a config that does not load
         policy = policy_of(place.run_dir) if place.run_dir else None
-    found = listing(place, policy)
+    checkpoints = listing(place, policy)
     if place.only is None:
-        return found
-    return replace(found, rows=tuple(row for row in found.rows if row.name == place.only))
+        return checkpoints
+    return replace(
+        checkpoints, rows=tuple(row for row in checkpoints.rows if row.name == place.only)
+    )
 
 
 def verify(
@@ -172,12 +174,12 @@ def verify(
         raise UserError(Problem("NAME", asked, expected, f"there are {', '.join(names) or 'none'}"))
     if asked is None and not names:
         raise UserError(Problem("RUN", path, "a run with a complete checkpoint; it has none"))
-    found = verify_each(place.root, [asked] if asked else names, on_progress)
+    verified = verify_each(place.root, [asked] if asked else names, on_progress)
     if not hashed:
-        return found
+        return verified
     return (
         one if one.problems else replace(one, sha256=read.tensors_digest(place.root / one.name))
-        for one in found
+        for one in verified
     )
 
 
@@ -217,14 +219,14 @@ def listing(place: CheckpointPath, policy: CheckpointConfig | None) -> Listing:
         run_id, lines = run_id_of(place), record.record(place.run_dir) if place.run_dir else []
         starts = [line for line in lines if line["kind"] == "start"]
         resumed_from = starts[-1].get("resumed_from") if starts else None
-        found = (_row(place.root / name, run_id) for name in form.names(place.root))
-        rows = [row for row in found if row is not None]
+        all_rows = (_row(place.root / name, run_id) for name in form.names(place.root))
+        rows = [row for row in all_rows if row is not None]
     except OSError as error:
         raise _no_answer(place.root, error) from error
     losses = {row.step: row.last_loss for row in rows if _is_ours(row) and row.step is not None}
-    kept = candidates.reasons_to_keep(losses, policy, resumed_from) if policy else {}
+    reasons = candidates.reasons_to_keep(losses, policy, resumed_from) if policy else {}
     rows = [
-        replace(row, kept=kept.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
+        replace(row, kept=reasons.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
     ]
     rows.sort(key=lambda row: (row.step is None, row.step or 0, row.name))
     return Listing(place.root, run_id, resumed_from, policy, tuple(rows))
@@ -250,8 +252,8 @@ def _row(path: Path, run_id: str | None) -> CheckpointRow | None:
         elif kind == COMPLETE and of is None:
             kind = UNREADABLE
     step = form.step_of(path.name.partition(".")[0])
-    kept = (LINK,) if path.is_symlink() else ()
-    row = CheckpointRow(path.name, kind, step, size, loss, last_loss, kept, wrong)
+    reasons = (LINK,) if path.is_symlink() else ()
+    row = CheckpointRow(path.name, kind, step, size, loss, last_loss, reasons, wrong)
     return row if path.is_dir() else None
 
 
@@ -275,8 +277,8 @@ def _losses(path: Path) -> tuple[float | None, float | None]:
     with suppress(form.DamagedError):  # the row has this damage under `wrong`
         state = form.state(path)
         last, evaluation, step = candidates.loss_in(state), state.get("evaluation"), state["step"]
-        own = isinstance(evaluation, dict) and evaluation.get("step", step) == step
-        return (last if own else None), last
+        is_own = isinstance(evaluation, dict) and evaluation.get("step", step) == step
+        return (last if is_own else None), last
     return None, None
 
 

@@ -93,22 +93,22 @@ def prune(
         lock.check()
         return _plan(look.listing(place, policy), set_aside)
     with lock:
-        found = look.listing(place, policy)
-        plan = _plan(found, set_aside)
+        listing = look.listing(place, policy)
+        plan = _plan(listing, set_aside)
         if plan.goes:
             stays = [row.name for row in plan.stays if row.kind == COMPLETE]
-            verified = look.verify_each(found.root, stays, on_progress)  # every byte
+            verified = look.verify_each(listing.root, stays, on_progress)  # every byte
             _refuse((one.name, [f"{p.key}: {p.value}" for p in one.problems]) for one in verified)
-            _delete(found, plan.goes)
+            _delete(listing, plan.goes)
     return replace(plan, deleted=True)
 
 
-def _plan(found: look.Listing, set_aside: bool) -> Pruned:
+def _plan(listing: look.Listing, set_aside: bool) -> Pruned:
     """Decide what is deleted. Raises UserError if the sizes of one to keep are wrong."""
-    valid = any(row.kind == COMPLETE and row.valid for row in found.rows)
+    valid = any(row.kind == COMPLETE and row.valid for row in listing.rows)
     kinds = (COMPLETE, *look.LEFT_OVER, *(look.SET_ASIDE if set_aside and valid else ()))
-    goes = tuple(row for row in found.rows if not row.kept and row.kind in kinds)
-    stays = tuple(row for row in found.rows if row not in goes)
+    goes = tuple(row for row in listing.rows if not row.kept and row.kind in kinds)
+    stays = tuple(row for row in listing.rows if row not in goes)
     _refuse((row.name, row.wrong or ()) for row in stays if row.kind == COMPLETE)
     return Pruned(goes, stays, deleted=False)
 
@@ -124,19 +124,19 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
     raise_any(problems)
 
 
-def _delete(found: look.Listing, goes: Sequence[look.CheckpointRow]) -> None:
+def _delete(listing: look.Listing, goes: Sequence[look.CheckpointRow]) -> None:
     """Delete as retention does. Raises RunError if anything of it is still there afterwards."""
-    assert found.policy is not None
-    candidates.prune(found.root, found.policy, found.run_id or "", found.resumed_from)
-    candidates.clean_up(found.root)
+    assert listing.policy is not None
+    candidates.prune(listing.root, listing.policy, listing.run_id or "", listing.resumed_from)
+    candidates.clean_up(listing.root)
     for row in goes:
         if row.kind in look.SET_ASIDE:
-            shutil.rmtree(found.root / row.name, ignore_errors=True)  # checked below
+            shutil.rmtree(listing.root / row.name, ignore_errors=True)  # checked below
     planned = {row.name for row in goes}
-    left = [one for one in form.names(found.root) if one in planned or one.startswith(".trash-")]
+    left = [one for one in form.names(listing.root) if one in planned or one.startswith(".trash-")]
     if left:
         raise RunError(
-            f"could not delete {', '.join(left)} in {found.root}",
+            f"could not delete {', '.join(left)} in {listing.root}",
             DISK_FAILED,
             "see who owns it and whether the disk can be written, then give the same command again",
         )

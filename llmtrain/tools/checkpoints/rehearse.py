@@ -106,8 +106,8 @@ class Rehearsal:
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain checkpoints rehearse --json` prints."""
         rest = {"folder": self.folder and str(self.folder), "seconds": round(self.seconds, 3)}
-        found = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
-        return {key: record.finite(value) for key, value in found.items()}
+        fields = {"same": self.same, "killed_at": self.killed_at, **asdict(self.compared), **rest}
+        return {key: record.finite(value) for key, value in fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +177,11 @@ def rehearse_sizes(
             _start(later, config_file, f"{size}", run_dir, shared, size, {})
             launches.append(_last_start(run_dir))
             hashes.append(read.tensors_digest(_last(run_dir)))
-        kept = None if len(set(hashes)) == 1 else folder
-        if kept is not None:
+        kept_folder = None if len(set(hashes)) == 1 else folder
+        if kept_folder is not None:
             later.pop_all()  # the folder stays
     seconds = time.perf_counter() - begun
-    return RehearsedSizes(steps, tuple(launches), tuple(hashes), kept, seconds)
+    return RehearsedSizes(steps, tuple(launches), tuple(hashes), kept_folder, seconds)
 
 
 def rehearse(
@@ -230,8 +230,8 @@ def rehearse(
         compared = compare(straight, killed)
         if compared.differences:
             later.pop_all()  # the folder stays
-    kept = folder if compared.differences else None
-    return Rehearsal(compared, kill_at, kept, time.perf_counter() - begun)
+    kept_folder = folder if compared.differences else None
+    return Rehearsal(compared, kill_at, kept_folder, time.perf_counter() - begun)
 
 
 def compare(straight: Path, killed: Path) -> Compared:
@@ -282,10 +282,10 @@ def _processes(config: Config) -> int:
 
 def _check(kill_at: int, *launches: tuple[Config, int]) -> None:
     """Raise UserError with every problem for which a launch of these configs would be refused."""
-    found = [
+    launch_problems = [
         one for config, size in launches for one in plain_launch_problems(config, size, os.environ)
     ]
-    problems = list(dict.fromkeys(found))
+    problems = list(dict.fromkeys(launch_problems))
     if kill_at < _FEWEST:
         expected = f"at least {_FEWEST}: a step before it must have been saved"
         problems.append(Problem("--kill-at", kill_at, expected))
@@ -358,8 +358,8 @@ def _start(
         return
     later.pop_all()  # the folder stays
     tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    said = ended.message or "\n".join(tail)
-    message = f"the {name} run of the rehearsal ended with code {code}\n{said}"
+    details = ended.message or "\n".join(tail)
+    message = f"the {name} run of the rehearsal ended with code {code}\n{details}"
     raise RunError(message, code or 1, f"see {log}; {log.parent} was kept")
 
 
@@ -424,8 +424,8 @@ def _tensors(checkpoint: Path) -> list[str]:
 
 def _some(steps: Iterable[int]) -> str:
     """Return the numbers of some steps as text; of many steps the first few, and how many."""
-    found = [str(step) for step in sorted(steps)]
-    return ", ".join(found[:_SHOWN]) + (f" … ({len(found)})" if len(found) > _SHOWN else "")
+    numbers = [str(step) for step in sorted(steps)]
+    return ", ".join(numbers[:_SHOWN]) + (f" … ({len(numbers)})" if len(numbers) > _SHOWN else "")
 
 
 def _words(processes: int) -> str:

@@ -215,18 +215,18 @@ def _inspection(
 ) -> Inspection:
     numbers = range(len(manifest.sources))
     reader = Reader(reading)
-    found = [count_documents(manifest, k, encoder, reader, documents) for k in numbers]
+    counts = [count_documents(manifest, k, encoder, reader, documents) for k in numbers]
     # Few conversations are counted as by a run, up to the end of its last lane.
-    counted = all(one.exact for one in found)
+    counted = all(one.exact for one in counts)
     state = DataState.fresh(manifest) if counted and config.training.epochs is not None else None
-    once = epoch(manifest, encoder, reading, found, state)
+    once = epoch(manifest, encoder, reading, counts, state)
     packed, in_block = _pack(manifest, encoder, reader, blocks, once.blocks)
     training = config.training
     blocks_of_run = (training.epochs or 0) * once.blocks
     if training.steps is not None:
         blocks_of_run = training.batch.until(training.steps)
     read = blocks_of_run * manifest.seq_len * (1 - packed["padding"])
-    estimated = [] if all(one.exact for one in found) else ["lengths", "tokens_per_byte"]
+    estimated = [] if all(one.exact for one in counts) else ["lengths", "tokens_per_byte"]
     # A run counts its conversations up to where its last lane ends, which takes too long here.
     estimated += [] if once.exact and manifest.chat is None else ["steps_per_epoch"]
     estimated += [] if manifest.always_full else ["padding"]
@@ -235,7 +235,7 @@ def _inspection(
             _facts(
                 manifest,
                 k,
-                found[k],
+                counts[k],
                 read,
                 count_unread(manifest.sources[k], manifest.seed, reader, encoder),
             )
@@ -245,22 +245,22 @@ def _inspection(
         backend=encoder.tokenizer.backend,
         seq_len=manifest.seq_len,
         packing=manifest.packing,
-        tokens_per_byte=sum(one.all.tokens for one in found)
-        / max(1, sum(one.all.bytes for one in found)),
+        tokens_per_byte=sum(one.all.tokens for one in counts)
+        / max(1, sum(one.all.bytes for one in counts)),
         steps_per_epoch=max(1, round(training.batch.steps(once.blocks))),
-        lengths=_buckets(found),
+        lengths=_buckets(counts),
         estimated=(*estimated, "documents_cut"),
         few_steps=few_steps(config.training, asdict(once), manifest),
-        pairs=_pairs(found, manifest.answers, in_block),
-        **_chat(found),
+        pairs=_pairs(counts, manifest.answers, in_block),
+        **_chat(counts),
         **packed,
     )
 
 
-def _chat(found: Sequence[Counted]) -> JsonObject:
+def _chat(counted: Sequence[Counted]) -> JsonObject:
     """Return the fields of `Inspection` on conversations, of those that were looked at."""
     counts: Counter[str] = Counter()
-    for one in found:
+    for one in counted:
         counts.update(one.chat)
     if not counts:
         return {}
@@ -273,15 +273,17 @@ def _chat(found: Sequence[Counted]) -> JsonObject:
     }
 
 
-def _pairs(found: Sequence[Counted], answers: Answers | None, in_block: float) -> PairFacts | None:
+def _pairs(
+    counted: Sequence[Counted], answers: Answers | None, in_block: float
+) -> PairFacts | None:
     """Return the facts of pairs, or judged answers. in_block: their mean number in a block"""
     if answers is None:
         return None
     judges = answers == "feedback"
     counts: Counter[str] = Counter()
-    for one in found:
+    for one in counted:
         counts.update(one.chat)
-    rows = [lengths for one in found for lengths in one.answers]
+    rows = [lengths for one in counted for lengths in one.answers]
     prompt, *each = (
         _tokens(sorted(lengths[n] for lengths in rows)) for n in range(2 if judges else 3)
     )
@@ -398,34 +400,34 @@ def _join(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _facts(
-    manifest: DataManifest, k: int, found: Counted, read: float, unread: Mapping[str, int]
+    manifest: DataManifest, k: int, counted: Counted, read: float, unread: Mapping[str, int]
 ) -> SourceFacts:
     """Return the facts of source k. read: tokens of all sources that the whole run trains on."""
     source = manifest.sources[k]
-    passes = read * source.weight / sum(manifest.weights) / max(1, found.training.tokens)
+    passes = read * source.weight / sum(manifest.weights) / max(1, counted.training.tokens)
     return SourceFacts(
         name=source.label,
         revision=source.revision,
         files=len(source.files),
         units=len(source.units),
-        documents=round(found.all.documents),
-        dropped=round(found.dropped),
-        replaced=round(found.replaced),
-        duplicates=found.duplicates,
-        bytes=round(found.all.bytes),
-        tokens=round(found.all.tokens),
-        heldout=round(found.all.documents - found.training.documents),
+        documents=round(counted.all.documents),
+        dropped=round(counted.dropped),
+        replaced=round(counted.replaced),
+        duplicates=counted.duplicates,
+        bytes=round(counted.all.bytes),
+        tokens=round(counted.all.tokens),
+        heldout=round(counted.all.documents - counted.training.documents),
         epochs=min(passes, source.max_epochs or passes),
-        looked_at=found.looked_at,
-        estimated=() if found.exact else (*ESTIMATED, "epochs"),
+        looked_at=counted.looked_at,
+        estimated=() if counted.exact else (*ESTIMATED, "epochs"),
         unread=dict(unread),
     )
 
 
-def _buckets(found: Sequence[Counted]) -> tuple[Bucket, ...]:
+def _buckets(counted: Sequence[Counted]) -> tuple[Bucket, ...]:
     """Count lengths by powers of two, from the first bucket with a document to the last."""
     counts: Counter[int] = Counter()
-    for one in found:
+    for one in counted:
         for length, documents in one.lengths.items():
             counts[length.bit_length()] += documents
     if not counts:

@@ -139,11 +139,11 @@ def _interrupts_held() -> Iterator[None]:
     another thread receives the signal, Python runs the handler in the main thread, which may be
     starting a process. So the handlers only record the signal, and it is raised again at the end.
     """
-    heard: list[int] = []
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()
     handlers = {
-        number: signal.signal(number, lambda number, _: heard.append(number))
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (numbers if main else ())
         if callable(signal.getsignal(number))
     }
@@ -154,7 +154,7 @@ def _interrupts_held() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for one in heard:
+        for one in received:
             signal.raise_signal(one)
 
 
@@ -208,9 +208,9 @@ def tokenize(config: schema.Config, out: Path, jobs: int, progress: Progress) ->
         _write(manifest, tokenizer, reading_of(data_settings(wanted), work), paths, jobs, progress)
         for folder in (PARTS, "footers"):
             shutil.rmtree(work / folder, ignore_errors=True)
-    said = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
+    descriptions = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
     keys = ("documents", "tokens", "dropped", "replaced", "skipped")
-    sums = {key: sum(one[key] for one in said) for key in keys}
+    sums = {key: sum(one[key] for one in descriptions) for key in keys}
     files = tuple(path.name for path in paths)
     return Tokenized(files, seconds=time.perf_counter() - began, **sums)
 
@@ -222,9 +222,9 @@ def file_names(labels: Sequence[str]) -> tuple[str, ...]:
 
 def _what_counts(config: schema.Config) -> schema.Config:
     """Return a config with only those values that can change a token; the rest is not set."""
-    kept = {"path", "name", "split", "revision", "text_column", "columns", "document"}
+    fields = {"path", "name", "split", "revision", "text_column", "columns", "document"}
     sources = tuple(
-        schema.SourceConfig(**source.model_dump(include=kept, exclude_unset=True))
+        schema.SourceConfig(**source.model_dump(include=fields, exclude_unset=True))
         for source in config.data.sources
     )
     data = schema.DataConfig(
@@ -273,15 +273,15 @@ def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, 
         for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
         contents.write_atomically(record, dump(config).encode())
-        found = survey(data_settings(config), 1, work)
+        surveyed = survey(data_settings(config), 1, work)
         # Raise UserError with every source that has no texts to tokenize.
         cached = "documents of text; a token cache is tokenized already"
         talks = "documents of text: a token cache cannot say which tokens of a turn are trained"
-        if found.settings.preference.answers:
+        if surveyed.settings.preference.answers:
             talks = "documents of text: a token cache cannot say which answer is the better one"
-        refused = (one for one in found.sources if one.cached or one.form is not None)
+        refused = (one for one in surveyed.sources if one.cached or one.form is not None)
         raise_any(Problem("data.sources", s.path, cached if s.cached else talks) for s in refused)
-        write_data(config, found, work, None)
+        write_data(config, surveyed, work, None)
     manifest = load_manifest(config, work)
     tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
     if begun:
@@ -324,8 +324,8 @@ def _write(
     tasks = [task for k in missing for task in _tasks(manifest, k, code, reading)]
     for folder in {task.path.parent for task in tasks}:
         folder.mkdir(parents=True, exist_ok=True)
-    there = [counts_of(task.path, task.code) for task in tasks]
-    each_left(write_part, tasks, there, jobs, attrgetter("tokens"), progress)
+    known = [counts_of(task.path, task.code) for task in tasks]
+    each_left(write_part, tasks, known, jobs, attrgetter("tokens"), progress)
     for k in missing:
         parts = [task.path for task in _tasks(manifest, k, code, reading)]
         source = manifest.sources[k]
@@ -384,8 +384,8 @@ def repack(
     if out.exists() and not out.is_dir():
         raise UserError(Problem("--out", out, "a directory; there is a file of that name"))
     ours, left_over = set(targets), set(out.rglob(".*.partial"))
-    found = [file for file in sorted(out.rglob("*")) if file.is_file() and file not in left_over]
-    others = [file for file in found if file not in ours or made_of(file) is None]
+    existing = [file for file in sorted(out.rglob("*")) if file.is_file() and file not in left_over]
+    others = [file for file in existing if file not in ours or made_of(file) is None]
     expected = "a directory with nothing but files that this command wrote from PATH"
     raise_any(bounded([Problem("--out", str(file), expected) for file in others], "--out"))
     for file in left_over:

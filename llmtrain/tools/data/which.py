@@ -267,7 +267,7 @@ def _replay(
     """
     batch = start.batch
     digests: dict[int, int] = {}
-    kept: list[tuple[int, Block]] = []
+    step_blocks: list[tuple[int, Block]] = []
     # The first step from this one on with a logged digest, unless it is too far away.
     checked = min((number for number in start.digests if number >= step), default=step)
     wanted = {
@@ -283,8 +283,8 @@ def _replay(
             made = batch_of(numbered, manifest, first_block=first, wait_seconds=0.0, ended=False)
             digests[number] = made.digest
         if number == step:
-            kept = numbered
-    return digests, kept
+            step_blocks = numbered
+    return digests, step_blocks
 
 
 def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:
@@ -292,18 +292,18 @@ def _check_digest(start: _Start, digests: Mapping[int, int]) -> int | None:
 
     Raises UserError if the recomputed digest differs from the logged one.
     """
-    step, found = max(digests.items())
+    step, digest = max(digests.items())
     logged = start.digests.get(step)
     if logged is None:
         return None
-    if logged != f"{found:016x}":
+    if logged != f"{digest:016x}":
         expected = f"{logged}, which the run logged: these are not the blocks it was trained on"
         remedy = (
             "bring back the data as it was: names, sizes and ends of the files are the same, so a "
             "file was changed inside, or manifest.json, tokenizer/, cursors.jsonl or "
             "skipped-units.jsonl of the run were"
         )
-        raise UserError(Problem(f"batch_digest of step {step}", f"{found:016x}", expected, remedy))
+        raise UserError(Problem(f"batch_digest of step {step}", f"{digest:016x}", expected, remedy))
     return step
 
 

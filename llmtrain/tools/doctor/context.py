@@ -95,11 +95,11 @@ def refusal(problems: Sequence[Problem], where: str = "") -> Verdict:
     where: what the problems are in, such as a file
     """
     heads = (one.key if one.value is None else f"{one.key} = {one.value}" for one in problems)
-    found = "; ".join(f"{head} ({one.reason})" for head, one in zip(heads, problems, strict=True))
-    found = " ".join(found.split())  # the plan's table has a line for each strategy
+    finding = "; ".join(f"{head} ({one.reason})" for head, one in zip(heads, problems, strict=True))
+    finding = " ".join(finding.split())  # the plan's table has a line for each strategy
     remedies = dict.fromkeys(problem.remedy for problem in problems if problem.remedy)
     remedy = "; ".join(remedies) or "change it as expected"
-    return error(f"{where}: {found}" if where else found, remedy)
+    return error(f"{where}: {finding}" if where else finding, remedy)
 
 
 def run_check(work: Callable[[], T]) -> T | Verdict:
@@ -111,13 +111,13 @@ def run_check(work: Callable[[], T]) -> T | Verdict:
     except RunError as failed:
         return error(str(failed.args[0]), failed.remedy)
     except Exception as broken:  # a check that fails must not prevent the others
-        found = f"the look at it failed: {type(broken).__name__}: {broken}"
-        return error(found, "correct what it names, or leave it out: --skip NAME")
+        finding = f"the look at it failed: {type(broken).__name__}: {broken}"
+        return error(finding, "correct what it names, or leave it out: --skip NAME")
 
 
 def join(verdicts: Iterable[Verdict]) -> Verdict:
     """Combine several verdicts on one thing; the worst state is that of the result."""
     listed = list(verdicts)
     state = max((one.state for one in listed), key=get_args(State).index)
-    found = "; ".join(one.found for one in listed if one.found)
-    return Verdict(state, found, "; ".join(one.remedy for one in listed if one.remedy))
+    finding = "; ".join(one.found for one in listed if one.found)
+    return Verdict(state, finding, "; ".join(one.remedy for one in listed if one.remedy))

@@ -106,11 +106,11 @@ def directory(context: DoctorContext) -> Verdict:
             seconds = time.perf_counter() - start
             held = _lock(Path(folder) / contents.LOCK, context)
     except OSError as failed:
-        found = f"{place} cannot be written: {failed.strerror or failed}"
-        return error(found, "change its permissions, make room, or set another run.dir")
+        finding = f"{place} cannot be written: {failed.strerror or failed}"
+        return error(finding, "change its permissions, make room, or set another run.dir")
     written = ok(f"a durable write and rename take {seconds * 1000:.1f} ms")
-    there = run_check(lambda: _run_there(context.run))
-    return join([_kind(kind, place, context), written, held, there])
+    existing = run_check(lambda: _run_there(context.run))
+    return join([_kind(kind, place, context), written, held, existing])
 
 
 def _existing(path: Path) -> Path:
@@ -124,27 +124,27 @@ def _kind(kind: str, place: Path, context: DoctorContext) -> Verdict:
     Rank 0 writes what the others read.
     """
     forgets, machines = _FORGETFUL.get(kind), context.machines
-    found = f"{place} on {kind or 'a file system of unknown type'}"
-    found += f" ({forgets})" if forgets else ""
+    finding = f"{place} on {kind or 'a file system of unknown type'}"
+    finding += f" ({forgets})" if forgets else ""
     if machines == 1:
-        return warning(found, "run.dir=DIR on a disk that stays") if forgets else ok(found)
+        return warning(finding, "run.dir=DIR on a disk that stays") if forgets else ok(finding)
     if _SHARED.fullmatch(kind):
-        return ok(f"{found}, which {machines} machines can share")
+        return ok(f"{finding}, which {machines} machines can share")
     remedy = f"run.dir=DIR on a file system that all {machines} machines mount (NFS, Lustre …)"
     if forgets or kind in _LOCAL:
-        return error(f"{found}: this machine's own, not shared by {machines}", remedy)
-    return warning(f"{found}: whether {machines} machines share it is not known", remedy)
+        return error(f"{finding}: this machine's own, not shared by {machines}", remedy)
+    return warning(f"{finding}: whether {machines} machines share it is not known", remedy)
 
 
 def _lock(path: Path, context: DoctorContext) -> Verdict:
     """Check that another process sees a lock of this one."""
     import fcntl
 
-    def without(found: str) -> Verdict:
+    def without(finding: str) -> Verdict:
         remedy = "run.dir=DIR on a file system with locks (NFS: mount without nolock)"
         if context.come_and_go:
-            return error(f"{found}: machines of --nodes cannot meet", remedy)
-        return warning(f"{found}: two starts at once could both run", remedy)
+            return error(f"{finding}: machines of --nodes cannot meet", remedy)
+        return warning(f"{finding}: two starts at once could both run", remedy)
 
     with path.open("wb") as file:
         try:
@@ -168,8 +168,8 @@ def _run_there(config: Config) -> Verdict:
     """Return what is in the directory. Raises UserError as a start would."""
     begun, holder = claim.check(config), lock.read(config.run_dir / contents.LOCK)
     if holder and lock.lives_here(holder):
-        found = f"a run is alive in it (pid {holder.pid} on {holder.host})"
-        return warning(found, "wait for it, or stop it: touch STOP in its directory")
+        finding = f"a run is alive in it (pid {holder.pid} on {holder.host})"
+        return warning(finding, "wait for it, or stop it: touch STOP in its directory")
     return ok("a run of this config began in it: it would be resumed" if begun else "")
 
 
@@ -179,11 +179,11 @@ def clocks(context: DoctorContext) -> Verdict:
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(context.wall))
     verdicts = [ok(date), ok("no jump during this look")]
     if context.wall < _OLDEST:
-        found = f"the date is {date}: certificates of the Hub are refused"
-        verdicts[0] = error(found, "set the clock")
+        finding = f"the date is {date}: certificates of the Hub are refused"
+        verdicts[0] = error(finding, "set the clock")
     if abs(drift) > _MOST_DRIFT:
-        found = f"the clock was set by {drift:+.1f} s during this look"
-        verdicts[1] = warning(found, "see that one service alone sets it (chrony or ntpd)")
+        finding = f"the clock was set by {drift:+.1f} s during this look"
+        verdicts[1] = warning(finding, "see that one service alone sets it (chrony or ntpd)")
     if context.config is not None:
         verdicts.append(_skew(_existing(context.run.run_dir)))
     return join(verdicts)
@@ -202,10 +202,10 @@ def _skew(place: Path) -> Verdict:
     except OSError as failed:
         return warning(f"no file can be written in {place}: {failed.strerror}", "see directory")
     skew = stamp - min(max(stamp, before), after)
-    found = f"the clock of {place} differs by {abs(skew):.2f} s"
+    finding = f"the clock of {place} differs by {abs(skew):.2f} s"
     if abs(skew) > _MOST_SKEW:
-        return warning(found, "synchronise both machines (chrony or ntpd): logs would not match")
-    return ok(found)
+        return warning(finding, "synchronise both machines (chrony or ntpd): logs would not match")
+    return ok(finding)
 
 
 ANSWER_SECONDS = 30.0
@@ -264,25 +264,25 @@ def _plan(context: DoctorContext) -> Verdict:
     wrong = strategy_problems(config.distributed.strategy, processes, cut)
     raise_any([*wrong, *split_problems(config.training, processes, cut)])
     precision, _ = decide_precision(config, Alone())
-    found = plan_here(config, precision, decide_kernels(config), _base(config), 0, env)
-    layout, hardware = found.layout, found.hardware
-    if found.memory is None:
+    planned = plan_here(config, precision, decide_kernels(config), _base(config), 0, env)
+    layout, hardware = planned.layout, planned.hardware
+    if planned.memory is None:
         remedy = "watch the first step; training.micro_batch_size=1 if memory runs out"
-        return warning(f"{found.reason}; {layout.strategy} is taken", remedy)
+        return warning(f"{planned.reason}; {layout.strategy} is taken", remedy)
     kind = "process" if hardware.cpu else "device"
     count = f"{hardware.devices} {kind}{'es' * hardware.cpu if hardware.devices > 1 else ''}"
-    kept = most_at_once(config.checkpoint, config.training.steps or 0)
+    checkpoints = most_at_once(config.checkpoint, config.training.steps or 0)
     placed = strategy_in_words({"strategy": layout.strategy} | cut.to_json())
     fits = ok(
         f"{placed} on {count}, micro-batch {layout.micro_batch_size} × "
         f"{layout.accumulation}, activation checkpointing {layout.activation_checkpointing}: "
-        f"{size(found.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
-        f"{size(kept * checkpoint_bytes(found.shape))} of checkpoints at most"
+        f"{size(planned.memory.total_bytes)} of {size(hardware.device_bytes)} each; "
+        f"{size(checkpoints * checkpoint_bytes(planned.shape))} of checkpoints at most"
     )
     if config.training.same_bits:
         fits = join([fits, ok(f"the same bits on {same_bits_in_words(config.training)}")])
     asked = work(config, precision, cpu=hardware.cpu)
-    warned = across_nodes(found.shape, asked, layout, hardware)
+    warned = across_nodes(planned.shape, asked, layout, hardware)
     return join([fits, warning(*warned)]) if warned else fits
 
 
@@ -306,17 +306,17 @@ def model(context: DoctorContext) -> Verdict:
     if isinstance(described, Verdict):
         return described
     paper, tokens = described
-    own, trained = paper.config.get_text_config(), context.run.model.tokenizer
-    found = (
-        f"{paper.config.model_type}, {paper.shape.count:,} parameters, {own.vocab_size:,} rows; "
+    text, trained = paper.config.get_text_config(), context.run.model.tokenizer
+    finding = (
+        f"{paper.config.model_type}, {paper.shape.count:,} parameters, {text.vocab_size:,} rows; "
         f"a tokenizer of {tokens.length:,} entries"
         f"{', trained at the start' * isinstance(trained, TrainTokenizer)}"
     )
-    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if ends in ([], [None]) or tokens.eos in ends:
-        return ok(found)
-    found += f" ends texts with {tokens.eos}, the model with {' or '.join(map(str, ends))}"
-    return warning(found, "model.tokenizer: the one that belongs to the model")
+        return ok(finding)
+    finding += f" ends texts with {tokens.eos}, the model with {' or '.join(map(str, ends))}"
+    return warning(finding, "model.tokenizer: the one that belongs to the model")
 
 
 @lru_cache(maxsize=1)
@@ -342,11 +342,11 @@ def disk(context: DoctorContext) -> Verdict:
     count = once // int(keep.shard_gb * 2**30) + 1 + _SMALL_FILES
     needed = check_room(run_dir / contents.CHECKPOINTS, keep, steps or 0, once, count)
     free = shutil.disk_usage(_existing(run_dir)).free
-    found = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
+    finding = f"{size(once)} a checkpoint, {size(needed)} still to be kept, {size(free)} free"
     if steps is None and keep.keep_every:
         remedy = f"allow {size(once)} for every {keep.keep_every} steps, or set steps"
-        return warning(f"{found}; training.epochs: how many are kept permanently is open", remedy)
-    return ok(found)
+        return warning(f"{finding}; training.epochs: how many are kept permanently is open", remedy)
+    return ok(finding)
 
 
 _WHOLE = "model.safetensors"
@@ -370,21 +370,21 @@ def _look_at_base(config: Config) -> Verdict:
 
     if planning.config_of_newest_checkpoint(config, config.run_dir):
         return ok("not read again: the run continues from a checkpoint of its own")
-    found = frozen.known_base(config.model, config.run_dir)
-    frozen.check_unchanged(found)
-    if found.revision:
-        here, missing = _on_hub(found, offline=constants.HF_HUB_OFFLINE)
+    base = frozen.known_base(config.model, config.run_dir)
+    frozen.check_unchanged(base)
+    if base.revision:
+        here, missing = _on_hub(base, offline=constants.HF_HUB_OFFLINE)
     else:
-        sizes = {path.name: path.stat().st_size for path in Path(found.path).iterdir()}
+        sizes = {path.name: path.stat().st_size for path in Path(base.path).iterdir()}
         here, missing = _weights(sizes), {}
     if not here and not missing:
-        return error(f"{found} has no weights in safetensors", "a model that has them")
+        return error(f"{base} has no weights in safetensors", "a model that has them")
     if not missing:
-        return ok(f"{found}: {size(sum(here.values()))} of weights, on this machine")
-    facts = f"{found}: {len(missing)} files of weights are not in the cache"
+        return ok(f"{base}: {size(sum(here.values()))} of weights, on this machine")
+    facts = f"{base}: {len(missing)} files of weights are not in the cache"
     if total := sum(missing.values()):
         facts += f" ({size(total)})"
-    download = f"`hf download {found.path} --revision {found.revision}` on each machine"
+    download = f"`hf download {base.path} --revision {base.revision}` on each machine"
     state = error if constants.HF_HUB_OFFLINE else warning
     return state(facts, f"{download}, before the run")
 
@@ -396,7 +396,7 @@ def _weights(sizes: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in sizes.items() if _SHARD.fullmatch(name)}
 
 
-def _on_hub(found: Base, *, offline: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _on_hub(base: Base, *, offline: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Return the weight files in the Hub's cache and those that are not, with their sizes.
 
     Offline, sizes of missing files are not known, and 0.
@@ -406,11 +406,11 @@ def _on_hub(found: Base, *, offline: bool) -> tuple[dict[str, int], dict[str, in
     from llmtrain.model.untrusted import INDEX, read_json
 
     def cached(name: str) -> Path | None:
-        path = try_to_load_from_cache(found.path, name, revision=found.revision)
+        path = try_to_load_from_cache(base.path, name, revision=base.revision)
         return Path(path) if isinstance(path, str) else None
 
     if not offline:
-        info = HfApi().model_info(found.path, revision=found.revision, files_metadata=True)
+        info = HfApi().model_info(base.path, revision=base.revision, files_metadata=True)
         wanted = _weights({one.rfilename: one.size or 0 for one in info.siblings or ()})
     elif index := cached(INDEX):
         wanted = dict.fromkeys(read_json(index)["weight_map"].values(), 0)
@@ -433,36 +433,36 @@ def data(context: DoctorContext, seconds: float = ANSWER_SECONDS) -> Verdict:
     workers = 0 if config.data.workers == "auto" else config.data.workers
     lanes_for, late = context.processes * max(1, workers), threading.Event()
     timer = threading.Timer(seconds, late.set)
-    with scratch_copy(config.run_dir) as folder, collect_warnings() as heard:
+    with scratch_copy(config.run_dir) as folder, collect_warnings() as messages:
         timer.start()
         try:
-            found = survey(data_settings(config), lanes_for, folder, stop=late)
+            surveyed = survey(data_settings(config), lanes_for, folder, stop=late)
         except RunError:
             if not late.is_set():
                 raise
             asked = any(not is_local(one.path) for one in config.data.sources)
             remedy = _OFFLINE if asked else _SLOW
-            return error("; ".join([f"no answer in {seconds:g} s", *heard[-1:]]), remedy)
+            return error("; ".join([f"no answer in {seconds:g} s", *messages[-1:]]), remedy)
         finally:
             timer.cancel()
         parts = [
             f"{source.label}: {len(source.files):,} files, {len(source.units):,} units"
             + (f" at {source.revision[:12]}" if source.revision else "")
-            for source in found.sources
+            for source in surveyed.sources
         ]
-        facts = f"{', '.join(parts)}; {found.lanes} lanes"
-        if found.has_chat:
-            template = _template(config, found, folder / contents.TOKENIZER)
+        facts = f"{', '.join(parts)}; {surveyed.lanes} lanes"
+        if surveyed.has_chat:
+            template = _template(config, surveyed, folder / contents.TOKENIZER)
             if template is None:
                 remedy = "chat.template=chatml, unless all prompts and completions are strings"
                 return warning(f"{facts}; conversations, but the tokenizer has no template", remedy)
             facts += f"; {template}"
-    if heard:
-        return warning(f"{facts}; {'; '.join(heard)}", "see that this is meant")
+    if messages:
+        return warning(f"{facts}; {'; '.join(messages)}", "see that this is meant")
     return ok(facts)
 
 
-def _template(config: Config, found: Survey, directory: Path) -> str | None:
+def _template(config: Config, surveyed: Survey, directory: Path) -> str | None:
     """Return what a start would write conversations with; None if there is no template.
 
     directory: a copy of the run's tokenizer, if it has one
@@ -479,7 +479,7 @@ def _template(config: Config, found: Survey, directory: Path) -> str | None:
         return asked and f"conversations by {name} template"
     if not (config.run_dir / contents.AUTO).is_file():  # a refused start has left it there
         shutil.rmtree(directory, ignore_errors=True)
-    make_tokenizer(config, found, directory, None)
+    make_tokenizer(config, surveyed, directory, None)
     settings = settings_of(config.chat, datetime.now().isoformat())
     chat = Chat(directory, settings, config.data.seq_len)
     if not chat.has_template:
@@ -491,13 +491,13 @@ def _template(config: Config, found: Survey, directory: Path) -> str | None:
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
     """Yield a list to which the warnings of our own code are added, instead of being shown."""
-    heard: list[str] = []
+    texts: list[str] = []
     logger, handler = logging.getLogger("llmtrain"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        yield heard
+        yield texts
     finally:
         logger.removeHandler(handler)
         logger.propagate = before

@@ -103,18 +103,18 @@ def devices(context: DoctorContext) -> Verdict:
         ]
         return join([*_by_kind([one for one in looked if isinstance(one, Gpu)], context), *broken])
     rates = cpu_rates()
-    found = f"{_threads(context)}; {rates}: precision auto is {rates.faster}"
+    finding = f"{_threads(context)}; {rates}: precision auto is {rates.faster}"
     if sys.platform == "darwin":
-        return ok(f"macOS: training is on the CPU, never on Apple's GPU; {found}")
+        return ok(f"macOS: training is on the CPU, never on Apple's GPU; {finding}")
     if has_gpu(context.env):
         built = torch.version.cuda or torch.version.hip or "without any"
         unused = f"a GPU is there, but torch {torch.__version__} (CUDA: {built}) cannot use it"
         remedy = "install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES=''"
-        return warning(f"{unused}; {found}", remedy)
+        return warning(f"{unused}; {finding}", remedy)
     if context.launch and not context.launch.on_cpu and context.here > 1:
         meant = f"no GPU, though the launch file is for {context.here} of them here"
-        return warning(f"{meant}; {found}", "use_cpu: true if a rehearsal on processors is meant")
-    return ok(f"no GPU; {found}")
+        return warning(f"{meant}; {finding}", "use_cpu: true if a rehearsal on processors is meant")
+    return ok(f"no GPU; {finding}")
 
 
 def _threads(context: DoctorContext) -> str:
@@ -167,10 +167,10 @@ def _gpu(index: int) -> Gpu:
     return Gpu(index, torch.cuda.get_device_name(device), total, free, bf16, _speeds(device))
 
 
-def _by_kind(found: Sequence[Gpu], context: DoctorContext) -> Iterator[Verdict]:
+def _by_kind(working: Sequence[Gpu], context: DoctorContext) -> Iterator[Verdict]:
     """Yield a verdict for each kind of GPU, and one for each problem of them or their number."""
     kinds: dict[tuple[str, int], list[Gpu]] = {}
-    for gpu in found:
+    for gpu in working:
         kinds.setdefault((gpu.name, gpu.total), []).append(gpu)
     for (name, total), same in kinds.items():
         least = size(min(gpu.free for gpu in same))
@@ -179,13 +179,13 @@ def _by_kind(found: Sequence[Gpu], context: DoctorContext) -> Iterator[Verdict]:
         least_gib = min(total for _, total in kinds) / 2**30
         remedy = f"distributed.device_memory_gb={least_gib:.1f}, which all of them have"
         yield warning("their memories differ", remedy)
-    for gpu in found:
+    for gpu in working:
         if gpu.free < 0.9 * gpu.total:
             held = f"GPU {gpu.index}: {size(gpu.total - gpu.free)} are held by other processes"
             yield warning(held, "see nvidia-smi, or choose others by CUDA_VISIBLE_DEVICES")
         if context.config and context.config.training.precision == "bf16" and not gpu.bf16:
             yield error(f"GPU {gpu.index} does not compute in bf16", "training.precision=fp32")
-    here, count = context.here, len(found)
+    here, count = context.here, len(working)
     if context.launch and here > count:  # each process of the launch file needs a GPU of its own
         more = f"{here} processes on this machine (num_processes {context.processes}), {count} GPUs"
         fewer = f"num_processes: {count * context.machines}"
@@ -218,15 +218,17 @@ def memory(_context: DoctorContext) -> Verdict:
 
     from llmtrain.metrics.memory import host_bytes
 
-    there = psutil.virtual_memory()
+    host = psutil.virtual_memory()
     total = host_bytes()
-    available = min(there.available, total)
-    found = f"{size(available)} of {size(total)} available"
-    if total < there.total:
-        found += f" (a limit: the machine has {size(there.total)})"
+    available = min(host.available, total)
+    finding = f"{size(available)} of {size(total)} available"
+    if total < host.total:
+        finding += f" (a limit: the machine has {size(host.total)})"
     if available < _LEAST_MEMORY:
-        return warning(found, "end other programs: each rank takes about 1 GiB for libraries alone")
-    return ok(found)
+        return warning(
+            finding, "end other programs: each rank takes about 1 GiB for libraries alone"
+        )
+    return ok(finding)
 
 
 def limits(context: DoctorContext) -> Verdict:
@@ -237,9 +239,9 @@ def limits(context: DoctorContext) -> Verdict:
     ]
     if gpus(context) > 1 and SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
-        found = f"{size(free)} free in {SHARED_MEMORY}"
+        finding = f"{size(free)} free in {SHARED_MEMORY}"
         remedy = "NCCL needs it between GPUs: docker run --shm-size=8g, or mount it larger"
-        verdicts.append(ok(found) if free >= _LEAST_SHARED_MEMORY else warning(found, remedy))
+        verdicts.append(ok(finding) if free >= _LEAST_SHARED_MEMORY else warning(finding, remedy))
     return join(verdicts)
 
 
@@ -247,8 +249,8 @@ def _limit(which: int, what: str, remedy: str) -> Verdict:
     soft, _ = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY:
         return ok(f"{what}: unlimited")
-    found = f"{what}: {soft:,}"
-    return ok(found) if soft >= _LEAST_LIMIT else warning(found, remedy)
+    finding = f"{what}: {soft:,}"
+    return ok(finding) if soft >= _LEAST_LIMIT else warning(finding, remedy)
 
 
 def versions(context: DoctorContext) -> Verdict:
@@ -261,23 +263,23 @@ def versions(context: DoctorContext) -> Verdict:
 
 def _version(name: str, releases: Sequence[str], context: DoctorContext) -> Verdict:
     try:
-        there = metadata.version(name)
+        version = metadata.version(name)
     except metadata.PackageNotFoundError:
         if name != "deepspeed":
             return error(f"no {name}", f"pip install {name}")
         if family(context.strategy) != "zero":
             return ok("no deepspeed (only the zero strategies need it)")
-        found = f"no deepspeed, which distributed.strategy {context.strategy} is"
-        return error(found, INSTALL_DEEPSPEED)
-    found, release = f"{name} {there}", _release(there)
+        finding = f"no deepspeed, which distributed.strategy {context.strategy} is"
+        return error(finding, INSTALL_DEEPSPEED)
+    finding, release = f"{name} {version}", _release(version)
     tested = [_release(one) for one in releases]
     if release < tested[0]:
-        return error(f"{found} (needs {releases[0]})", f"pip install '{name}>={releases[0]}'")
+        return error(f"{finding} (needs {releases[0]})", f"pip install '{name}>={releases[0]}'")
     if release in tested:
-        return ok(found)
-    found = f"{found} (tried with {', '.join(releases)} only)"
+        return ok(finding)
+    finding = f"{finding} (tried with {', '.join(releases)} only)"
     remedy = f"pip install '{name}=={releases[-1]}.*'"
-    return error(found, remedy) if release > tested[-1] else warning(found, remedy)
+    return error(finding, remedy) if release > tested[-1] else warning(finding, remedy)
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -290,13 +292,13 @@ def compiler(context: DoctorContext) -> Verdict:
     missing = [*_without_compiler(), *([] if shutil.which("ninja") else ["no ninja in PATH"])]
     if not missing:
         return ok("C++ compiler, Python's headers and ninja build extensions")
-    found = ", ".join(missing)
+    finding = ", ".join(missing)
     remedy = "install g++, Python's headers (python3-dev) and ninja, and activate the environment"
     if _builds(context):
-        return error(f"{found}: {context.strategy} builds DeepSpeed's Adam", remedy)
+        return error(f"{finding}: {context.strategy} builds DeepSpeed's Adam", remedy)
     if context.strategy == _OFFLOAD or (context.strategy == "auto" and gpus(context)):
-        return warning(f"{found}: {_OFFLOAD} is out of reach on GPUs", remedy)
-    return ok(f"{found} (only {_OFFLOAD} on GPUs needs a compiler)")
+        return warning(f"{finding}: {_OFFLOAD} is out of reach on GPUs", remedy)
+    return ok(f"{finding} (only {_OFFLOAD} on GPUs needs a compiler)")
 
 
 def _builds(context: DoctorContext) -> bool:
@@ -334,16 +336,16 @@ def extensions(context: DoctorContext) -> Verdict:
 
     from llmtrain.distributed.engines.zero import stale_locks
 
-    own = context.env.get("TORCH_EXTENSIONS_DIR")  # by default one for each Python and torch
+    given = context.env.get("TORCH_EXTENSIONS_DIR")  # by default one for each Python and torch
     default = Path(cpp_extension.get_default_build_root())
-    folders = [Path(own)] if own else sorted(default.glob("*"))
+    folders = [Path(given)] if given else sorted(default.glob("*"))
     left = [lock for folder in folders for lock in stale_locks(folder, context.env)]
     if not left:
         return ok("no lock left behind")
     named = ", ".join(str(lock) for lock in left)
-    found = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
+    finding = f"a build was cut off: {named}, held by no process here; DeepSpeed would hang"
     remedy = f"rm {' '.join(str(lock) for lock in left)} (unless another machine builds there)"
-    return (error if _builds(context) else warning)(found, remedy)
+    return (error if _builds(context) else warning)(finding, remedy)
 
 
 _REACH_SECONDS = 5.0
@@ -352,15 +354,15 @@ _REACH_SECONDS = 5.0
 def environment(context: DoctorContext) -> Verdict:
     """Check for variables that a launcher left behind, or that contradict the config."""
     if "LOCAL_RANK" in context.env and (size := world_size(context.env)) > 1:
-        found = (
+        finding = (
             f"RANK = {context.env.get('RANK')}, WORLD_SIZE = {size}: a launcher started this, or "
             f"left its variables behind, and llmtrain train would wait for {awaited(context.env)}"
         )
         names = " ".join(launcher_variables(context.env))
-        return error(found, f"unset {names}; under a launcher: start llmtrain doctor by itself")
+        return error(finding, f"unset {names}; under a launcher: start llmtrain doctor by itself")
     if "LOCAL_RANK" in context.env:
-        found = f"LOCAL_RANK = {context.env['LOCAL_RANK']}: a launcher started this"
-        return warning(found, "start llmtrain doctor by itself, once on each machine")
+        finding = f"LOCAL_RANK = {context.env['LOCAL_RANK']}: a launcher started this"
+        return warning(finding, "start llmtrain doctor by itself, once on each machine")
     if context.config is None or context.launch is not None:
         problems = launcher_problems(context.env)
         return refusal(problems) if problems else ok("no traces of a launcher")
@@ -378,8 +380,8 @@ def default_file(context: DoctorContext) -> Verdict:
     if context.launch is not None:
         named = context.launch.path or "--nodes"
         return ok(f"{path} is there; {named} is named and takes its place")
-    found = f"accelerate launch without --config_file takes {path}, which nobody named"
-    return warning(found, f"name one: --config_file FILE, such as {example('ddp')}")
+    finding = f"accelerate launch without --config_file takes {path}, which nobody named"
+    return warning(finding, f"name one: --config_file FILE, such as {example('ddp')}")
 
 
 def describe_launch(file: LaunchFile) -> Verdict:
@@ -400,11 +402,11 @@ def look_at_nodes(
     problems = launch_problems(file.environment, {}, config.distributed, config.training)
     raise_any(problems, str(file.path or "--nodes"))
     machines = f"{', '.join(map(str, counts))} machine{'s' * (counts[-1] > 1)}"
-    found = f"{machines} × {nodes.processes} process{'es' * (nodes.processes > 1)}"
+    finding = f"{machines} × {nodes.processes} process{'es' * (nodes.processes > 1)}"
     if not others:
-        return file, ok(found)
+        return file, ok(finding)
     remedy = "a training.global_batch_size that all numbers divide, unless some may wait"
-    return file, warning("; ".join([found, *others]), remedy)
+    return file, warning("; ".join([finding, *others]), remedy)
 
 
 def rendezvous(context: DoctorContext) -> Verdict:
@@ -426,9 +428,9 @@ def _own_name(context: DoctorContext) -> Iterator[Verdict]:
     addresses = _addresses(name)
     if not addresses or all(ipaddress.ip_address(one).is_loopback for one in addresses):
         meaning = ", ".join(addresses) or "nothing"
-        found = f"this machine's name {name} means {meaning}, which no other machine can reach"
+        finding = f"this machine's name {name} means {meaning}, which no other machine can reach"
         remedy = f"launch by llmtrain train --accelerate FILE, or let {name} mean its address"
-        yield warning(found, f"{remedy} (DNS or /etc/hosts)")
+        yield warning(finding, f"{remedy} (DNS or /etc/hosts)")
 
 
 def _named_address(context: DoctorContext) -> Iterator[Verdict]:
@@ -441,18 +443,18 @@ def _named_address(context: DoctorContext) -> Iterator[Verdict]:
     if not addresses:
         yield error(f"main_process_ip {host} is no address", "the first machine's name or address")
     elif context.machines > 1 and ipaddress.ip_address(addresses[0]).is_loopback:
-        found = f"main_process_ip {host} ({addresses[0]}) is every machine's own loopback"
-        yield error(found, "the address of the first machine that the others reach it by")
+        finding = f"main_process_ip {host} ({addresses[0]}) is every machine's own loopback"
+        yield error(finding, "the address of the first machine that the others reach it by")
     elif isinstance(port, int):
         yield _port(host, addresses[0], port, context)
 
 
 def _addresses(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in entries))
 
 
 def _port(host: str, address: str, port: int, context: DoctorContext) -> Verdict:
@@ -468,8 +470,8 @@ def _port(host: str, address: str, port: int, context: DoctorContext) -> Verdict
         except OSError as failed:
             if failed.errno == errno.EADDRNOTAVAIL:
                 return _knock(place, address, port, context)
-            found = f"{place} cannot be bound: {failed.strerror}"
-            return error(found, "main_process_port: another one, or end what listens there")
+            finding = f"{place} cannot be bound: {failed.strerror}"
+            return error(finding, "main_process_port: another one, or end what listens there")
     return ok(f"{place} is this machine's, and free")
 
 
@@ -479,15 +481,15 @@ def _knock(place: str, address: str, port: int, context: DoctorContext) -> Verdi
     if context.machines == 1 or (
         rank == 0 and context.launch and context.launch.rendezvous == "static"
     ):
-        found = f"{place} is not an address of this machine, where rank 0 would listen"
-        return error(found, "main_process_ip: an address of this machine")
+        finding = f"{place} is not an address of this machine, where rank 0 would listen"
+        return error(finding, "main_process_ip: an address of this machine")
     try:
         socket.create_connection((address, port), _REACH_SECONDS).close()
     except ConnectionRefusedError:
         return ok(f"{place} is reached; nobody listens there yet")
     except OSError as failed:
-        found = f"{place} does not answer ({failed.strerror or failed})"
-        return error(found, "see that the machine is up, and open the port in its firewall")
+        finding = f"{place} does not answer ({failed.strerror or failed})"
+        return error(finding, "see that the machine is up, and open the port in its firewall")
     return ok(f"{place} is reached, and somebody listens there")
 
 
@@ -535,18 +537,18 @@ def _verdict(ranks: list[subprocess.Popen[str]], backend: str, allowed_seconds: 
         "look for a firewall on loopback, a wrong GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
         "NCCL_DEBUG=INFO tells more of GPUs"
     )
-    said = []
+    outputs = []
     for number, rank in enumerate(ranks):
         try:
             out, err = rank.communicate(timeout=max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            found = f"{RANKS} processes ({backend}) did not finish in {allowed_seconds:g} s"
-            return error(found, remedy)
-        said.append(out)
+            finding = f"{RANKS} processes ({backend}) did not finish in {allowed_seconds:g} s"
+            return error(finding, remedy)
+        outputs.append(out)
         if _ANSWER not in out:
             last = (err.strip().splitlines() or ["no word"])[-1]
             return error(f"rank {number} of {RANKS} ({backend}) failed: {last}", remedy)
-    seconds = max(float(out.rpartition(_ANSWER)[2]) for out in said)
+    seconds = max(float(out.rpartition(_ANSWER)[2]) for out in outputs)
     rate = BYTES / 1e6 / seconds
     return ok(f"{RANKS} processes of this machine ({backend}) sum {rate:,.0f} MB/s")
 

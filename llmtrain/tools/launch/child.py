@@ -168,10 +168,10 @@ def judge(
     refused = code == UserError.exit_code and not new_marks
     if stopped and not changed and not refused and not any(one.is_cause for one in new_marks):
         return Ended(0, "stopped before there was a run")
-    state, reason, own = status.get("state"), status.get("reason"), status.get("exit_code")
-    if changed and state in ("finished", "stopped", "failed") and isinstance(own, int):
-        said = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
-        return Ended(own, said, lost_launcher=(state, reason) == ("stopped", "launcher_lost"))
+    state, reason, exit_code = status.get("state"), status.get("reason"), status.get("exit_code")
+    if changed and state in ("finished", "stopped", "failed") and isinstance(exit_code, int):
+        text = f"{state} at step {status.get('step')}" + (f" ({_line(reason)})" if reason else "")
+        return Ended(exit_code, text, lost_launcher=(state, reason) == ("stopped", "launcher_lost"))
     left = failures.worst(new_marks)
     if left is not None and left.is_cause:
         return Ended(left.code, f"failed on rank {left.rank} ({_line(left.reason)})")
@@ -249,14 +249,14 @@ def living_children(others: Container[int]) -> list[psutil.Process]:
     """
     import psutil
 
-    found = []
+    children = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):  # it has ended since
             if child.pid not in others and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
+                children.append(child)
             elif child.pid not in others:
                 os.waitpid(child.pid, os.WNOHANG)
-    return found
+    return children
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool:
@@ -272,6 +272,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool
 def _identity(run_dir: Path) -> tuple[int, int] | None:
     """Return a value that changes whenever `status.json` is written; None if it does not exist."""
     with contextlib.suppress(OSError):
-        found = (run_dir / STATUS).stat()
-        return found.st_ino, found.st_mtime_ns
+        stat = (run_dir / STATUS).stat()
+        return stat.st_ino, stat.st_mtime_ns
     return None

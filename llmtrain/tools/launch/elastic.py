@@ -383,19 +383,21 @@ class Machines(RendezvousHandler):
         """
         if not self._groups:
             return
-        said, now = read_exit_report(self._report), read_status(self._run_dir)
+        reported, now = read_exit_report(self._report), read_status(self._run_dir)
         # A status that has not changed is that of an earlier group: rank 0 died before it had one.
         known = now if now != self._before else {}
-        state, own = known.get("state"), known.get("exit_code")
-        code, message = said or (RESTARTABLE, "")
-        if said is None and state in ("finished", "stopped") and own == 0:
+        state, exit_code = known.get("state"), known.get("exit_code")
+        code, message = reported or (RESTARTABLE, "")
+        if reported is None and state in ("finished", "stopped") and exit_code == 0:
             code = 0  # as rank 0 says on another machine
         mark = failures.worst(failures.new_since(self._run_dir, self._marks))
         if mark is not None and mark.is_cause and code in (0, RESTARTABLE):
             code, message = mark.code, f"error: {mark}"
         if code not in (0, UserError.exit_code, DISK_FAILED):
             noted = self._regroup.exists() and state != "failed"
-            orderly = code == RESTARTABLE and (noted or (state, own) == ("stopped", RESTARTABLE))
+            orderly = code == RESTARTABLE and (
+                noted or (state, exit_code) == ("stopped", RESTARTABLE)
+            )
             progress = now.get("step") != self._before.get("step")
             self._failed = 0 if progress or orderly else self._failed + 1
             if self._failed <= self._settings.max_restarts:
@@ -544,8 +546,8 @@ def _agree(folder: Path, settings: AgentSettings) -> None:
 
 def _outcome(run_dir: Path, report: Path, folder: Path) -> tuple[int, str]:
     """Return how the run has ended: as rank 0 says, here or in `status.json`, or who ended it."""
-    if (said := read_exit_report(report)) and said[0] != RESTARTABLE:
-        return said
+    if (reported := read_exit_report(report)) and reported[0] != RESTARTABLE:
+        return reported
     closed = folder / "closed"
     if closed.exists() and closed.stat().st_size and (ended := read_exit_report(closed)):
         return ended  # another machine gave up

@@ -58,10 +58,10 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
     }
     kind = values.get("distributed_type", "NO")
     for name, section in SECTIONS.items():
-        found = _section(values, name)
-        if found and kind != "NO" if section.kind is None else kind == section.kind:
+        entries = _section(values, name)
+        if entries and kind != "NO" if section.kind is None else kind == section.kind:
             env[section.switch] = "true"
-            for key, value in found.items():
+            for key, value in entries.items():
                 if value is not None and (variable := section.variables.get(key)):
                     env[variable] = str(value).lower() if isinstance(value, bool) else str(value)
     if compiler := _section(values, "dynamo_config").get("dynamo_backend"):
@@ -73,12 +73,12 @@ def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
     """Yield a problem for what accelerate would ignore in a section, or use only for FSDP1."""
     yield from ignored_problems(values)
     for name, section in SECTIONS.items():
-        found, kind = _section(values, name), section.kind
-        if found and kind not in (None, values.get("distributed_type")):
+        entries, kind = _section(values, name), section.kind
+        if entries and kind not in (None, values.get("distributed_type")):
             expected = f"no such section: accelerate reads it for distributed_type {kind} alone"
             yield Problem(name, None, expected, f"distributed_type: {kind}, or remove it")
         else:
-            yield from _unknown(name, found, section.variables)
+            yield from _unknown(name, entries, section.variables)
     deepspeed, several = (
         values.get("distributed_type") == "DEEPSPEED",
         values.get("num_machines", 1),
@@ -94,9 +94,9 @@ def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _unknown(
-    section: str, found: Mapping[str, object], keys: Mapping[str, str | None]
+    section: str, entries: Mapping[str, object], keys: Mapping[str, str | None]
 ) -> Iterator[Problem]:
-    for key, value in found.items():
+    for key, value in entries.items():
         if key in _FSDP1:
             expected = "no such key with fsdp_version 2: it belongs to FSDP1"
             yield Problem(key, value, expected, f"remove it from {section}")
@@ -110,10 +110,10 @@ def _unknown(
 
 def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
     """Return a section with full keys: in fsdp_config the prefix `fsdp_` may be left out."""
-    found = values.get(name)
-    if not isinstance(found, dict):
+    raw = values.get(name)
+    if not isinstance(raw, dict):
         return {}
-    section = {str(key): value for key, value in cast(dict[object, object], found).items()}
+    section = {str(key): value for key, value in cast(dict[object, object], raw).items()}
     if name != "fsdp_config":
         return section
     return {k if k.startswith("fsdp") else f"fsdp_{k}": value for k, value in section.items()}

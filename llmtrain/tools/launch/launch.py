@@ -64,10 +64,10 @@ def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
     options = ["--rdzv_backend", backend]
     if backend != "c10d":
         return options, {}
-    own, theirs = _addresses(first)
-    here = own == theirs
+    local, theirs = _addresses(first)
+    here = local == theirs
     return [*options, "--rdzv_conf", f"is_host={int(here)}"], {
-        "PET_LOCAL_ADDR": first if here else own,
+        "PET_LOCAL_ADDR": first if here else local,
         # torch 2.13 keeps the addresses of ranks for the next attempt of --max_restarts, and
         # some ranks then connect to dead ones.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -80,8 +80,8 @@ def _addresses(first: str) -> tuple[str, str]:
     Raises UserError if there is no route.
     """
     try:
-        found = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
+        entries = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = entries[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing: it asks the routing table
             return str(probe.getsockname()[0]), str(address[0])
@@ -159,9 +159,9 @@ def _written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
 
 def _rules(config_file: str, file: LaunchFile, env: Mapping[str, str]) -> list[Rule]:
     """Return the rules for the config of a launch. env: in which the launcher is started."""
-    told = file.environment
-    exported = {} if file.path else {name: env[name] for name in env.keys() - told.keys()}
-    ranks = {**exported, **told}
+    variables = file.environment
+    exported = {} if file.path else {name: env[name] for name in env.keys() - variables.keys()}
+    ranks = {**exported, **variables}
     deepspeed = partial(_deepspeed_problems, ranks)
     return [*rules_of_a_launch(config_file, ranks, exported), deepspeed]
 
@@ -172,9 +172,9 @@ def _deepspeed_problems(
     """Check that DeepSpeed is installed if it is needed: the launcher would import it first."""
     by_file, strategy = named_family(env) == "zero", distributed.strategy
     if (by_file or family(strategy) == "zero") and find_spec("deepspeed") is None:
-        key, found = ("distributed_type", "DEEPSPEED") if by_file else (_KEY, strategy)
+        key, value = ("distributed_type", "DEEPSPEED") if by_file else (_KEY, strategy)
         expected = "fsdp2 or ddp: the package deepspeed is not installed"
-        yield Problem(key, found, expected, f"{INSTALL_DEEPSPEED}, or {example('fsdp2')}")
+        yield Problem(key, value, expected, f"{INSTALL_DEEPSPEED}, or {example('fsdp2')}")
 
 
 def plain_launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
@@ -196,8 +196,8 @@ def has_gpu(env: Mapping[str, str]) -> bool:
     """Whether this machine has a visible GPU. Does not import torch."""
     hidden = env.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     asked_cpu = is_true(env, "ACCELERATE_USE_CPU")
-    there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-    return there and not hidden and not asked_cpu
+    present = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return present and not hidden and not asked_cpu
 
 
 def run_launcher(
@@ -316,8 +316,8 @@ def _start_agent(
         if file.path is None:
             path = Path(folder) / "accelerate.yaml"
             file = _written(file, path, config.training.precision)
-        told = {name: text for name, text in file.environment.items() if name not in _OF_A_RANK}
-        env = {**env, **told, LAUNCHED: str(report := Path(folder) / "ended")}
+        shared = {name: text for name, text in file.environment.items() if name not in _OF_A_RANK}
+        env = {**env, **shared, LAUNCHED: str(report := Path(folder) / "ended")}
         if file.on_cpu:
             env |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "llmtrain.tools.launch.elastic", str(config.run_dir)]
@@ -350,8 +350,8 @@ def parse_nodes(text: str, processes: int | None) -> Nodes:
 
     Raises UserError.
     """
-    found = _NODES.fullmatch(text.strip())
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = _NODES.fullmatch(text.strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         expected = "MIN:MAX, two whole numbers with 1 ≤ MIN ≤ MAX"
         problem = Problem("--nodes", text, expected, "such as --nodes 1:4")
@@ -423,16 +423,16 @@ def _own_address(values: Mapping[str, object], env: Mapping[str, str]) -> str:
     In this order: PET_LOCAL_ADDR; the device that gloo or NCCL is told to use; on the way to the
     first machine of accelerate's file; on the way out of this network.
     """
-    if own := env.get("PET_LOCAL_ADDR"):
-        return own
+    if address := env.get("PET_LOCAL_ADDR"):
+        return address
     if device := env.get("GLOO_SOCKET_IFNAME") or env.get("NCCL_SOCKET_IFNAME"):
         import psutil
 
-        there = psutil.net_if_addrs()
-        for one in there.get(device, ()):
+        interfaces = psutil.net_if_addrs()
+        for one in interfaces.get(device, ()):
             if one.family == socket.AF_INET:
                 return one.address
-        expected = f"a network device of this machine with an address: {', '.join(there)}"
+        expected = f"a network device of this machine with an address: {', '.join(interfaces)}"
         raise UserError(Problem("GLOO_SOCKET_IFNAME", device, expected), where="the launch")
     try:
         return _addresses(str(values.get("main_process_ip") or _ELSEWHERE))[0]

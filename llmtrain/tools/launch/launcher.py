@@ -31,15 +31,15 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    torchs, said = logging.getLogger("torch.distributed"), LauncherLog(log)
-    torchs.handlers, torchs.propagate = [said], False  # its own one writes to stderr
+    torchs, handler = logging.getLogger("torch.distributed"), LauncherLog(log)
+    torchs.handlers, torchs.propagate = [handler], False  # its own one writes to stderr
     try:
         launch()
     except (SignalException, ChildFailedError, CalledProcessError):
-        said.tell(traceback.format_exc())
+        handler.tell(traceback.format_exc())
         sys.exit(1)
     finally:
-        said.end(os.environ)
+        handler.end(os.environ)
 
 
 def tell(log: Path, text: str) -> None:

@@ -87,17 +87,17 @@ def checked_run_dir(command: Sequence[str], run_dir: Path | None) -> Path:
     from llmtrain.config.load import load_config
     from llmtrain.training.start import claim
 
-    found = config_in(command)
-    if run_dir is not None and (found is None or not _is_config(Path(found[0]))):
+    arguments = config_in(command)
+    if run_dir is not None and (arguments is None or not _is_config(Path(arguments[0]))):
         return run_dir
-    if found is None:
+    if arguments is None:
         expected = "a command with the config (*.yaml) of the run, or --run DIR"
         raise UserError(Problem("COMMAND", shown(command), expected))
-    config = load_config(*found)
+    config = load_config(*arguments)
     named = config.run_dir
     if run_dir is not None and run_dir.resolve() != named.resolve():
-        expected = f"{named}, the run.dir of {found[0]} in the command"
-        remedy = f"leave --run out, or put run.dir={run_dir} behind {found[0]}"
+        expected = f"{named}, the run.dir of {arguments[0]} in the command"
+        remedy = f"leave --run out, or put run.dir={run_dir} behind {arguments[0]}"
         raise UserError(Problem("--run", run_dir, expected, remedy))
     claim.check(config)
     return named
@@ -370,12 +370,12 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
 
     holder = read(run_dir / contents.LOCK)
     locker = holder.pid if holder is not None and lives_here(holder) else None
-    found = []
+    ranks = []
     for child in living_children(others):
         with contextlib.suppress(psutil.Error):  # it has ended since
             family = [child, *child.children(recursive=True)]
-            found += [one for one in family if one.pid == locker or _has_rank(one)]
-    return found
+            ranks += [one for one in family if one.pid == locker or _has_rank(one)]
+    return ranks
 
 
 def _has_rank(process: psutil.Process) -> bool:

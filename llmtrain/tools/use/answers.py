@@ -94,8 +94,8 @@ def compare_answers(
     that the loss does not use.
     """
     start, run = perf_counter(), target.run_dir
-    own = target.preference
-    asked = own if own.answers == "pairs" else PreferenceConfig(loss="dpo")
+    preference = target.preference
+    asked = preference if preference.answers == "pairs" else PreferenceConfig(loss="dpo")
     if reference is not None and not asked.has_reference:
         expected = f"left out: preference.loss {asked.loss} of {target.given} has no reference"
         raise UserError(Problem(REFERENCE_KEY, reference, expected))
@@ -118,9 +118,9 @@ def compare_answers(
             remedy = "without --data, a run's pairs are compared with its own start"
             raise UserError(Problem(REFERENCE_KEY, reference, expected, remedy))
         known = score_answers(other, answers, asked, on_progress)
-    found = replace(_figures(answers, sums, known, asked), seconds=perf_counter() - start)
+    figures = replace(_figures(answers, sums, known, asked), seconds=perf_counter() - start)
     named = None if reference is None else str(reference)
-    return found, Comparison(asked.loss, asked.beta, named, answers.left_out)
+    return figures, Comparison(asked.loss, asked.beta, named, answers.left_out)
 
 
 def read_answers(
@@ -138,7 +138,7 @@ def read_answers(
     how = settings_of(chat.model_copy(update={"too_long": "drop"}), datetime.now().isoformat())
     encoder = DocumentEncoder(tokens, Chat(tokenizer, how, 2 * positions, tokens), apart=True)
     reader = Reader(reading)
-    found, left_out, bad = [], 0, 0
+    pairs, left_out, bad = [], 0, 0
     for source in sources:
         for u, row, text in heldout.held_out_rows(source, settings.seed, reader):
             try:
@@ -151,16 +151,16 @@ def read_answers(
             if encoded.bad is not None and not reading.skip_bad_rows:
                 raise UserError(bad_row(source, u, row, reader, encoded.bad))
             if encoded.second:
-                found.append(encoded)
+                pairs.append(encoded)
             elif encoded.bad is None:
                 left_out += 1
             else:
                 bad += 1
     if bad:
         _log.warning("%s: %d rows are no pairs and are left out (chat.bad_rows: skip)", given, bad)
-    if not found:
+    if not pairs:
         raise UserError(Problem("--data", given, "at least one pair of answers that fits"))
-    return AnswersOfFile(sorted(found, key=lambda pair: len(pair.ids)), left_out)
+    return AnswersOfFile(sorted(pairs, key=lambda pair: len(pair.ids)), left_out)
 
 
 def has_pairs(given: str) -> bool:
@@ -199,17 +199,17 @@ def score_answers(
     module = LossModule(
         opened.model, head if isinstance(head, Head) else None, preference=preference
     )
-    found: list[np.ndarray] = []
+    sums: list[np.ndarray] = []
     with torch.no_grad():
         for batch in _batches(answers.pairs):
-            on_progress(sum(len(one) for one in found), len(answers.pairs))
+            on_progress(sum(len(one) for one in sums), len(answers.pairs))
             (inputs, targets), device = _rows(batch), opened.device
             row: MicroBatch = {"input_ids": on_device(device, inputs)}
             row |= target_keywords(targets, device, whole=False)
             row |= padding_tensors(targets, device, by_length=by_length, routed=False)
             row["pairs"] = _asked(targets, device)
-            found.append(module(each=True, **row).double().cpu().numpy())
-    return np.concatenate(found)
+            sums.append(module(each=True, **row).double().cpu().numpy())
+    return np.concatenate(sums)
 
 
 def _figures(
@@ -268,9 +268,9 @@ def _rows(batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
     ids = np.zeros((2 * len(batch), width), np.int64)
     labels = np.full_like(ids, NOT_TRAINED)
     halves = (half for one in batch for half in zip(_halves(one), _trained(one), strict=True))
-    for row, (own, trained) in enumerate(halves):
-        ids[row, : len(own)] = own
-        labels[row, : len(own) - 1] = np.where(trained[1:], own[1:], NOT_TRAINED)
+    for row, (tokens, trained) in enumerate(halves):
+        ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens) - 1] = np.where(trained[1:], tokens[1:], NOT_TRAINED)
     return ids, labels
 
 

@@ -99,8 +99,8 @@ def score_rolling(
             nll += module(inputs, targets, position_ids=positions if by_length else None)
     if not tokens:
         raise UserError(Problem("--data", None, "at least one document that is not empty"))
-    found = figures((float(nll), tokens), documents, num_bytes)
-    return replace(found, seconds=time.perf_counter() - start)
+    evaluation = figures((float(nll), tokens), documents, num_bytes)
+    return replace(evaluation, seconds=time.perf_counter() - start)
 
 
 def windows(ids: Sequence[int], begin: int, size: int, stride: int) -> Iterator[Window]:
@@ -116,11 +116,11 @@ def windows(ids: Sequence[int], begin: int, size: int, stride: int) -> Iterator[
         yield line[max(0, done - size) : done + 1], count
 
 
-def _batches(found: Iterable[Window], limit: int) -> Iterator[list[Window]]:
+def _batches(all_windows: Iterable[Window], limit: int) -> Iterator[list[Window]]:
     """Group consecutive windows so that a batch has at most `limit` positions, padding included."""
     batch: list[Window] = []
     longest = 0
-    for window in found:
+    for window in all_windows:
         longest = max(longest, len(window[0]) - 1)
         if batch and longest * (len(batch) + 1) > limit:
             yield batch
@@ -182,8 +182,8 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
     files = [Path(name) for name in names if name.endswith(_YAML)]
     asked = []
     for name in names:
-        own = _settings(name) if name.endswith(_YAML) else {"task": name}
-        asked.append(str(own.get("group") or own.get("task")))
+        settings = _settings(name) if name.endswith(_YAML) else {"task": name}
+        asked.append(str(settings.get("group") or settings.get("task")))
     manager = TaskManager(
         include_path=sorted({str(file.parent) for file in files}),
         include_defaults=len(files) < len(names),  # reading all of them takes seconds
@@ -199,7 +199,7 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
         batch_size=_BATCH_SIZE,
     )
     try:
-        found = simple_evaluate(
+        output = simple_evaluate(
             model=model,
             tasks=asked,
             task_manager=manager,
@@ -209,7 +209,7 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
     except OSError as error:  # also of the network
         expected = f"tasks whose data can be read: {first_line(error)}"
         raise UserError(Problem(TASKS_KEY, ", ".join(names), expected)) from error
-    return {name: _numbers(values) for name, values in found["results"].items()}
+    return {name: _numbers(values) for name, values in output["results"].items()}
 
 
 def _numbers(values: JsonMapping) -> JsonObject:
@@ -247,11 +247,11 @@ def _settings(name: str) -> JsonObject:
     Loader.add_multi_constructor("!", lambda loader, suffix, node: str(node.value))
     try:
         with Path(name).open(encoding="utf-8") as file:
-            found = Loader(file).get_single_data()
+            document = Loader(file).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         expected = f"a YAML file with a task ({first_line(error)})"
         raise UserError(Problem(TASKS_KEY, name, expected)) from error
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 DATA_KEY = "--data"
@@ -318,25 +318,25 @@ class Evaluated:
 
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain evaluate --json` prints."""
-        found: JsonObject = {"model": str(self.model), "step": self.step}
+        fields: JsonObject = {"model": str(self.model), "step": self.step}
         if self.as_run is not None:
-            found["as"] = str(self.as_run)
+            fields["as"] = str(self.as_run)
         if self.figures is not None:
-            found |= {"kind": "eval", "split": self.split, **_fields(self.figures)}
+            fields |= {"kind": "eval", "split": self.split, **_fields(self.figures)}
             if self.figures.sources:
                 each = self.figures.sources.items()
-                found["sources"] = {label: _fields(one) for label, one in each}
+                fields["sources"] = {label: _fields(one) for label, one in each}
         if self.compared is not None:
-            found |= asdict(self.compared)
-        shown = found | ({"tasks": self.tasks} if self.tasks else {})
+            fields |= asdict(self.compared)
+        shown = fields | ({"tasks": self.tasks} if self.tasks else {})
         return {key: record.finite(value) for key, value in shown.items()}
 
 
 def _fields(figures: Evaluation) -> JsonObject:
     """Return the figures as an `eval` line has them."""
-    found = asdict(figures)
-    del found["sources"]
-    return found | (found.pop("pairs") or {})
+    fields = asdict(figures)
+    del fields["sources"]
+    return fields | (fields.pop("pairs") or {})
 
 
 def evaluate(
@@ -449,8 +449,8 @@ def _heldout(target: Target, data: str | Path | None, *, wanted: bool) -> HeldOu
         is_run = (run_dir / contents.MANIFEST).is_file() and (run_dir / contents.CONFIG).is_file()
         if not is_run:
             return None
-        own = target.run_dir is not None and target.run_dir.samefile(run_dir)
-        return packed.heldout_of(run_dir, target.step if own else None, "--data")
+        is_own = target.run_dir is not None and target.run_dir.samefile(run_dir)
+        return packed.heldout_of(run_dir, target.step if is_own else None, "--data")
     if not wanted:
         return None
     if target.run_dir is None:

@@ -138,15 +138,15 @@ def converse(
             _check_text(f"message {number + 1}", message)
             asked = [*turns, {"role": "user", "content": message}]
             room = min(sampling.max_new_tokens, opened.positions // _LEAST_ROOM)
-            kept, ids = _shorten(asked, ids_of, opened.positions - room)
-            if kept < len(asked):
-                forgot(len(asked) - kept)
+            remaining, ids = _shorten(asked, ids_of, opened.positions - room)
+            if remaining < len(asked):
+                forgot(len(asked) - remaining)
             answer = _write(opened, message, ids, sampling, number, on_text)
         except UserError as error:
             refused(error)
             continue
         yield answer
-        turns = [*asked[-kept:], {"role": "assistant", "content": answer.text}]
+        turns = [*asked[-remaining:], {"role": "assistant", "content": answer.text}]
 
 
 def _shorten(
@@ -156,11 +156,11 @@ def _shorten(
 
     The oldest question and answer are left out together. The last message is always kept.
     """
-    kept, ids = len(turns), ids_of(turns)
-    while len(ids) > most and kept > 1:
-        kept -= 2
-        ids = ids_of(turns[-kept:])
-    return kept, ids
+    remaining, ids = len(turns), ids_of(turns)
+    while len(ids) > most and remaining > 1:
+        remaining -= 2
+        ids = ids_of(turns[-remaining:])
+    return remaining, ids
 
 
 def _check_text(name: str, text: str) -> None:

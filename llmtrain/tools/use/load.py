@@ -145,12 +145,12 @@ def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.n
         warnings.simplefilter("ignore", UserWarning)
         with _read_by_peft(str(directory / untrusted.ADAPTER_CONFIG)):
             inject_adapter_in_model(_lora_config(directory), model, low_cpu_mem_usage=True)
-    own = get_peft_model_state_dict(
+    state_dict = get_peft_model_state_dict(
         model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
     )
-    found = {f"{_PREFIX}{name}": parameter for name, parameter in own.items()}
-    _compare(found, tensors.specs(directory, ADAPTER), directory)
-    return found
+    parameters = {f"{_PREFIX}{name}": parameter for name, parameter in state_dict.items()}
+    _compare(parameters, tensors.specs(directory, ADAPTER), directory)
+    return parameters
 
 
 def attach_adapter(model: PreTrainedModel, directory: Path) -> set[str]:
@@ -158,10 +158,10 @@ def attach_adapter(model: PreTrainedModel, directory: Path) -> set[str]:
 
     Returns the names of its parameters in the model.
     """
-    found = inject_adapter(model, directory)
+    parameters = inject_adapter(model, directory)
     stored = tensors.Stored.of(directory, ADAPTER)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    values = {names[id(found[name])]: stored.read(name).float() for name in found}
+    values = {names[id(parameters[name])]: stored.read(name).float() for name in parameters}
     model.load_state_dict(values, strict=False, assign=True)
     return set(values)
 
@@ -240,19 +240,19 @@ def _compare(
         },
     }.items():
         if names:
-            found = f"{len(names)} {what} ({', '.join(sorted(names)[:_SHOWN])})"
-            problems.append(Problem(str(directory / ADAPTER), found, expected))
+            difference = f"{len(names)} {what} ({', '.join(sorted(names)[:_SHOWN])})"
+            problems.append(Problem(str(directory / ADAPTER), difference, expected))
     raise_any(problems)
 
 
 def _json(path: Path) -> JsonObject:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(str(path), None, f"a JSON object ({error})")) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise UserError(Problem(str(path), None, "a JSON object"))
-    return found
+    return document
 
 
 _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")  # as the model types name it
@@ -280,8 +280,8 @@ class LoadedModel:
         """The most tokens that the model takes at once, found as lm-eval finds it."""
         text = self.model.config.get_text_config()
         for name in _POSITIONS:
-            if (found := getattr(text, name, None)) is not None:
-                return int(found)
+            if (stated := getattr(text, name, None)) is not None:
+                return int(stated)
         limit = self.tokenizer.model_max_length
         return int(limit) if limit < _UNLIMITED else _DEFAULT_POSITIONS
 
@@ -368,8 +368,8 @@ def base_directory(adapter: Path) -> Path:
     """
     base = base_of_adapter(adapter)
     on_hub = is_hub_id(base.path) and not Path(base.path).is_dir()
-    if not on_hub and (said := what_changed(base)):
-        expected = f"the model that the adapter was trained on ({base}); that directory {said}"
+    if not on_hub and (change := what_changed(base)):
+        expected = f"the model that the adapter was trained on ({base}); that directory {change}"
         raise UserError(Problem(f"base of {adapter.name}", base.path, expected, "put it back"))
     return download(base.path, base.revision)
 

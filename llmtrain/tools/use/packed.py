@@ -171,10 +171,10 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) 
 
         how = (device, cast, hidden, on_progress)
         if measured.preference is None:
-            found = _score_tokens(measured, *how)
+            evaluation = _score_tokens(measured, *how)
         else:
-            found = _score_pairs(measured, measured.preference, *how)
-    return replace(found, seconds=time.perf_counter() - start)
+            evaluation = _score_pairs(measured, measured.preference, *how)
+    return replace(evaluation, seconds=time.perf_counter() - start)
 
 
 def _rounds(measured: HeldOutOfRun, on_progress: OnProgress) -> Iterator[tuple[int, list[int]]]:
@@ -203,8 +203,8 @@ def _score_tokens(
 
     how = (device, rank_layout(0, 1), model, shown, hidden)
     scored = [
-        reduce(torch.add, [score_blocks(held, blocks, seq_len, *how) for _, blocks in own])
-        for _, own in groupby(_rounds(measured, on_progress), itemgetter(0))
+        reduce(torch.add, [score_blocks(held, blocks, seq_len, *how) for _, blocks in rounds])
+        for _, rounds in groupby(_rounds(measured, on_progress), itemgetter(0))
     ]
     return result(reduce(torch.add, scored).tolist(), held)
 
@@ -224,8 +224,8 @@ def _score_pairs(
     column = _reference(measured.run_dir) if asked.has_reference else None
     scored = []
     for _, blocks in _rounds(measured, on_progress):
-        found = [held.block(g, seq_len) for g in blocks]
-        ids, labels, starts = (list(one) for one in zip(*found, strict=True))
+        examples = [held.block(g, seq_len) for g in blocks]
+        ids, labels, starts = (list(one) for one in zip(*examples, strict=True))
         inputs, targets = np.stack(ids)[:, :-1].astype(np.int64), np.stack(labels)
         if single:
             inputs, targets = in_halves(inputs), in_halves(targets)
@@ -236,10 +236,10 @@ def _score_pairs(
             inputs, targets = inputs[:, :width], targets[:, :width]
         pairs = held.pairs_of(blocks, seq_len)
         known = np.zeros((len(pairs.keys), 2)) if column is None else column.of(pairs.keys)
-        own = (pairs, targets, slice(None), known, asked, device)
+        arguments = (pairs, targets, slice(None), known, asked, device)
         row: MicroBatch = {"input_ids": on_device(device, inputs)}
         row |= target_keywords(targets, device, whole=False) | hidden(targets, starts)
-        row["pairs"] = pair_tensors(*own, halves=single)
+        row["pairs"] = pair_tensors(*arguments, halves=single)
         parts = torch.from_numpy(held.pair_parts(blocks, seq_len))
         scored.append(Scores(model(each=True, **row), row["pairs"], parts))
     sums = pair_totals(scored, asked, device, max(1, len(held.parts)), tells=True)
@@ -266,8 +266,8 @@ def _reference(run_dir: Path) -> Column:
 def _loss(opened: LoadedModel, measured: HeldOutOfRun) -> LossModule:
     """Return the module that computes the loss as the run does."""
     kernel = FrozenChoices(measured.run_dir, "").loss_kernel or "logits"
-    found = "" if kernel == "logits" else examine(opened.model)
-    head = found if isinstance(found, Head) else None
+    examined = "" if kernel == "logits" else examine(opened.model)
+    head = examined if isinstance(examined, Head) else None
     return LossModule(opened.model, head, kernel=kernel, preference=measured.preference)
 
 
@@ -301,8 +301,11 @@ def _start_of(run_dir: Path, step: int | None) -> JsonMapping:
 
 def _check_tokenizer(opened: LoadedModel, measured: HeldOutOfRun) -> None:
     """Raise UserError if the run's tokenizer gives other ids than the model's, or larger ones."""
-    own = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
-    ids = [one(list(PROBES), add_special_tokens=False).input_ids for one in (own, opened.tokenizer)]
+    run_tokenizer = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
+    ids = [
+        one(list(PROBES), add_special_tokens=False).input_ids
+        for one in (run_tokenizer, opened.tokenizer)
+    ]
     rows = opened.model.get_input_embeddings().weight.shape[0]
     if ids[0] != ids[1] or int(measured.held.ids.max()) >= rows:
         expected = f"a run with the tokenizer of {opened.target.given}"

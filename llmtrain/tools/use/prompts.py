@@ -193,8 +193,8 @@ def _object(line: bytes) -> JsonObject:
         raise _BadLineError(f"a JSON object ({first_line(error)})") from error
     if not isinstance(row, dict):
         raise _BadLineError(f"a JSON object; it is {type(row).__name__}")
-    if there := [key for key in _WRITTEN if key in row]:
-        raise _BadLineError(f"a row without {', '.join(there)}, which {_OUT} has; rename it")
+    if reserved := [key for key in _WRITTEN if key in row]:
+        raise _BadLineError(f"a row without {', '.join(reserved)}, which {_OUT} has; rename it")
     return row
 
 
@@ -291,12 +291,12 @@ def _logits(opened: LoadedModel, rows: Sequence[Sequence[int]], count: int) -> l
         return_dict_in_generate=True,
     )
     with torch.no_grad():
-        found = opened.model.generate(inputs, attention_mask=mask).logits
+        logits = opened.model.generate(inputs, attention_mask=mask).logits
     opened.model.generation_config = before
-    return list(torch.stack(found, 1).float())
+    return list(torch.stack(logits, 1).float())
 
 
 def _line(opened: LoadedModel, prompt: Prompt, new: Sequence[int]) -> str:
-    found = generate.as_generated(opened, "", new)
-    added = dict(zip(_WRITTEN, (found.text, found.tokens, found.ended), strict=True))
+    generated = generate.as_generated(opened, "", new)
+    added = dict(zip(_WRITTEN, (generated.text, generated.tokens, generated.ended), strict=True))
     return json.dumps({**prompt.row, **added}, ensure_ascii=False) + "\n"

@@ -139,12 +139,12 @@ def download(name: str, revision: str | None) -> Path:
     refusals = (HfHubHTTPError, HFValidationError, RevisionResolutionError, HTTPError, OSError)
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
-        found = snapshot_download(
+        directory = snapshot_download(
             name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
         )
     except refusals as error:
         raise UserError(Problem(KEY, name, f"{_EXPECTED}: {first_line(error)}")) from error
-    return Path(found)
+    return Path(directory)
 
 
 def _best(given: str, place: look.CheckpointPath) -> str:
@@ -211,8 +211,8 @@ def round_weight(weight: Tensor, state: JsonMapping) -> Tensor:
     precision = ((state.get("auto") or {}).get("run") or {}).get("precision")
     before = weight.to(torch.bfloat16 if precision == "bf16" else torch.float32)
     packed, how = quantize_4bit(before, quant_type="nf4", compress_statistics=True)
-    found: Tensor = dequantize_4bit(packed, how).float()
-    return found
+    rounded: Tensor = dequantize_4bit(packed, how).float()
+    return rounded
 
 
 OPTION = "--as"
@@ -252,11 +252,11 @@ def find_base(given: str, seen: Seen) -> Target:
 
     Raises UserError as `find` does, and for a model whose tokens are not those of the run.
     """
-    kept = kept_base(seen.run_dir)
-    is_own = kept is not None and kept.revision is not None and kept.path == given
-    target = find_target(given, kept.revision if kept is not None and is_own else None)
-    if kept is not None and kept.digest is not None:
-        place = Base(str(target.directory), None, kept.digest)
+    base = kept_base(seen.run_dir)
+    is_own = base is not None and base.revision is not None and base.path == given
+    target = find_target(given, base.revision if base is not None and is_own else None)
+    if base is not None and base.digest is not None:
+        place = Base(str(target.directory), None, base.digest)
         is_own = what_changed(place) is None
     if not is_own:  # else the run's tokenizer is the one that the run gave it
         _refuse_other_tokens(target, seen)
@@ -268,22 +268,22 @@ def _refuse_other_tokens(target: Target, seen: Seen) -> None:
 
     The run may have added tokens, for which the model has no rows yet.
     """
-    own, other = (
+    tokenizer, other = (
         tokenizers.load(str(directory), None) for directory in (seen.tokenizer, target.directory)
     )
-    entries, theirs = own.get_vocab(), other.get_vocab()
+    entries, theirs = tokenizer.get_vocab(), other.get_vocab()
     by_id = {id: entry for entry, id in entries.items()}
-    added = {str(token) for token in own.added_tokens_decoder.values()} - theirs.keys()
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()} - theirs.keys()
     differing = [entry for entry, id in theirs.items() if by_id.get(id, entry) != entry]
     differing += [entry for entry in entries if entry not in theirs and entry not in added]
     texts = [text for text in PROBES if not any(entry in text for entry in added)]
-    ids = [one(texts, add_special_tokens=False).input_ids for one in (own, other)]
+    ids = [one(texts, add_special_tokens=False).input_ids for one in (tokenizer, other)]
     if not differing and ids[0] == ids[1]:
         return
-    said = "they split texts differently"
+    why = "they split texts differently"
     if differing:
-        said = f"{len(differing):,} entries differ ({', '.join(map(repr, sorted(differing)[:3]))})"
-    expected = f"a model that can take the tokenizer of {seen.run_dir}: its own is another; {said}"
+        why = f"{len(differing):,} entries differ ({', '.join(map(repr, sorted(differing)[:3]))})"
+    expected = f"a model that can take the tokenizer of {seen.run_dir}: its own is another; {why}"
     raise UserError(Problem(KEY, target.given, expected, with_other_tokenizer(seen.run_dir)))
 
 

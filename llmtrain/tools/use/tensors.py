@@ -46,10 +46,10 @@ class Stored:
         path = self.directory / self.files[name]
         try:
             with safe_open(path, "pt") as file:
-                found: Tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise _no_answer(path, error) from error
-        return found
+        return tensor
 
 
 def of_model(directory: Path, listed: Collection[str] | None = None) -> Stored:

@@ -79,8 +79,8 @@ def _base(target: Target) -> Base | None:
     if target.is_adapter:
         return base_of_adapter(target.directory)
     frozen: JsonMapping = (target.state.get("auto") or {}).get("run") or {}
-    kept = frozen.get("base")
-    return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
+    base = frozen.get("base")
+    return Base(base["path"], base["revision"], base["digest"]) if base else None
 
 
 def _license(base: Base | None) -> str | None:
@@ -91,10 +91,10 @@ def _license(base: Base | None) -> str | None:
     if path is None or not path.is_file():
         return None
     try:
-        found = ModelCard(path.read_text("utf-8", errors="replace")).data.get("license")
+        license_ = ModelCard(path.read_text("utf-8", errors="replace")).data.get("license")
     except ValueError:  # no valid card: its licence is not known
         return None
-    return found if isinstance(found, str) else None
+    return license_ if isinstance(license_, str) else None
 
 
 def _sources(target: Target) -> list[JsonObject]:

@@ -140,7 +140,7 @@ def _occupied(out: Path) -> Iterator[Problem]:
     partial = out.with_name(f"{out.name}.partial") if out.name else out
     for path in (out, partial):
         try:
-            there = path.lstat().st_mode
+            mode = path.lstat().st_mode
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
@@ -150,7 +150,7 @@ def _occupied(out: Path) -> Iterator[Problem]:
         if path == out:
             yield Problem("--out", out, "a directory that does not exist yet")
             return
-        if not stat.S_ISDIR(there):
+        if not stat.S_ISDIR(mode):
             expected = f"a name for which {partial} is free while it is written"
             yield Problem("--out", out, expected)
 

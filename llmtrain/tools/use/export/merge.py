@@ -74,13 +74,15 @@ def whole(directory: Path, listed: Collection[str], dtype: str) -> Weights:
     Raises UserError if a tensor is missing or has another shape.
     """
     config = config_of(directory)
-    own = _tensors(on_meta(config))
+    weights = _tensors(on_meta(config))
     stored = tensors.of_model(directory, listed)
-    if not _fits(stored, own):
+    if not _fits(stored, weights):
         expected = "every tensor of the model that config.json describes"
         raise UserError(Problem(str(directory), None, expected))
     return Weights(
-        _with_dtype(config, dtype), _specs(own, dtype), lambda name: cast(stored.read(name), dtype)
+        _with_dtype(config, dtype),
+        _specs(weights, dtype),
+        lambda name: cast(stored.read(name), dtype),
     )
 
 
@@ -98,7 +100,10 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
-    own, first = _tensors(skeleton), {id(one): name for name, one in skeleton.named_parameters()}
+    weights, first = (
+        _tensors(skeleton),
+        {id(one): name for name, one in skeleton.named_parameters()},
+    )
     every = skeleton.named_parameters(remove_duplicate=False)
     # Each further name of a tied parameter → its first name.
     tied = {name: first[id(one)] for name, one in every if first[id(one)] != name}
@@ -107,19 +112,19 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
         {f"{name}.weight" for name in trainable.linear_layers(skeleton)} if in_four_bits else ()
     )
     layers, replaced = _layers(skeleton, directory)
-    for name in layers.keys() - own.keys() - tied.keys():  # of stacked experts, by name
+    for name in layers.keys() - weights.keys() - tied.keys():  # of stacked experts, by name
         raise _unmergeable(directory, next(iter(layers[name].parts.values())))
     apart = {name for name, first in tied.items() if _differ(layers.get(name), layers.get(first))}
     if apart:
         config.tie_word_embeddings = text.tie_word_embeddings = False
-    own |= {name: own[tied[name]] for name in apart}
+    weights |= {name: weights[tied[name]] for name in apart}
     stored = Stored.of(directory, ADAPTER)
 
     def read(name: str) -> Tensor:
         if file := replaced.get(name):
             return cast(stored.read(file), dtype)
         tensor = read_base(tied.get(name, name))
-        if rows := own[name].shape[:1]:
+        if rows := weights[name].shape[:1]:
             tensor = longer(tensor, rows[0])
         if name in rounded:
             tensor = round_weight(tensor, target.state)
@@ -128,7 +133,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
             tensor = _merge(layer.module, tensor.float(), values)
         return cast(tensor, dtype)
 
-    return Weights(_with_dtype(config, dtype), _specs(own, dtype), read)
+    return Weights(_with_dtype(config, dtype), _specs(weights, dtype), read)
 
 
 def _layers(skeleton: PreTrainedModel, directory: Path) -> tuple[dict[str, Layer], dict[str, str]]:
@@ -141,7 +146,7 @@ def _layers(skeleton: PreTrainedModel, directory: Path) -> tuple[dict[str, Layer
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found = load.inject_adapter(skeleton, directory)
+    parameters = load.inject_adapter(skeleton, directory)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     layers = {
         name: Layer(module, {})
@@ -149,7 +154,7 @@ def _layers(skeleton: PreTrainedModel, directory: Path) -> tuple[dict[str, Layer
         if isinstance(module, BaseTunerLayer)
     }
     replaced = {}
-    for file, parameter in found.items():
+    for file, parameter in parameters.items():
         name = names[id(parameter)]
         if _SAVED in name:
             replaced[name.replace(_SAVED, ".")] = file
@@ -173,9 +178,9 @@ def _merge(layer: LoraLayer, weight: Tensor, values: Mapping[str, Tensor]) -> Te
     state = {"base_layer.weight": weight, **values}
     layer.load_state_dict(state, strict=False, assign=True)
     layer.merge()
-    found: Tensor = layer.get_base_layer().weight.data
+    merged: Tensor = layer.get_base_layer().weight.data
     layer.to("meta")
-    return found
+    return merged
 
 
 def _differ(one: Layer | None, first: Layer | None) -> bool:
@@ -191,18 +196,18 @@ def _open_base(base: Path, config: PreTrainedConfig) -> Callable[[str], Tensor]:
     Files from elsewhere may have other names; then the model is loaded whole.
     """
     stored = tensors.of_model(base)
-    own = _tensors(on_meta(config))
+    weights = _tensors(on_meta(config))
     if scorer.is_scorer(config):
-        own.pop(f"{scorer.SCORE}.weight")  # the adapter has it
-    if _fits(stored, own):
+        weights.pop(f"{scorer.SCORE}.weight")  # the adapter has it
+    if _fits(stored, weights):
         return stored.read
     values = _tensors(build.build(config, ModelConfig(), Base(str(base), None, None)))
     return lambda name: values[name].detach().clone()
 
 
-def _fits(stored: Stored, own: Mapping[str, Tensor]) -> bool:
+def _fits(stored: Stored, weights: Mapping[str, Tensor]) -> bool:
     shapes = {name: spec.shape for name, spec in stored.specs.items()}
-    return all(shapes.get(name) == tuple(tensor.shape) for name, tensor in own.items())
+    return all(shapes.get(name) == tuple(tensor.shape) for name, tensor in weights.items())
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -218,9 +223,9 @@ def cast(tensor: Tensor, dtype: str) -> Tensor:
     return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
 
-def _specs(own: Mapping[str, Tensor], dtype: str) -> dict[str, TensorSpec]:
-    kinds = {name: _NAMES[str(tensor.dtype)] for name, tensor in own.items()}
-    specs = {name: TensorSpec(kinds[name], tuple(own[name].shape)) for name in own}
+def _specs(weights: Mapping[str, Tensor], dtype: str) -> dict[str, TensorSpec]:
+    kinds = {name: _NAMES[str(tensor.dtype)] for name, tensor in weights.items()}
+    specs = {name: TensorSpec(kinds[name], tuple(weights[name].shape)) for name in weights}
     return cast_specs(specs, dtype)
 
 

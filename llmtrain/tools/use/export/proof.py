@@ -77,8 +77,8 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
     )
     remedy = f"{exported} is left as it is, to be looked at"
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RunError(f"the export cannot be loaded again: {said}", 1, remedy)
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RunError(f"the export cannot be loaded again: {message}", 1, remedy)
     run, export = json.loads(done.stdout.splitlines()[-1])
     measure = "score" if target.preference.scores else "loss"
     if not abs(run - export) <= _BOUNDS[dtype]:
