@@ -209,10 +209,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
             "muon": Muon,
             "adamw": lambda members: _adamw(members, betas, fused=fused),
         }
-        by_algorithm = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
-        self._parts = {
-            name: make(by_algorithm[name]) for name, make in kinds.items() if by_algorithm[name]
-        }
+        members = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
+        self._parts = {name: make(members[name]) for name, make in kinds.items() if members[name]}
         # Their groups have all values that an update needs.
         super().__init__([one for part in self._parts.values() for one in part.param_groups], {})
 
