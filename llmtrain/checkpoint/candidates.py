@@ -48,8 +48,8 @@ def kind_of(name: str) -> str | None:
     """
     if form.step_of(name) is not None:
         return COMPLETE
-    found = _KIND.fullmatch(name)
-    return found and found[found.lastindex or 0]
+    match = _KIND.fullmatch(name)
+    return match and match[match.lastindex or 0]
 
 
 def clean_up(root: Path) -> list[str]:
@@ -160,10 +160,10 @@ def _to_trash(root: Path, name: str) -> bool:
     return True
 
 
-def _delete(root: Path, found: Iterable[str]) -> list[str]:
+def _delete(root: Path, names: Iterable[str]) -> list[str]:
     """Delete directories. Returns the names of those that were deleted."""
     gone = []
-    for name in found:
+    for name in names:
         try:
             system.beat("deleting an old checkpoint")
             faults.hit("retain.delete", path=root / name)

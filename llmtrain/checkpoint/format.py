@@ -135,8 +135,8 @@ def partial_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step in the name of a complete checkpoint; None for any other name."""
-    found = _NAME.fullmatch(name)
-    step = int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    step = int(match[1]) if match else None
     return step if step is not None and directory_name(step) == name else None
 
 
@@ -178,13 +178,13 @@ def places(spec: Spec) -> dict[str, TensorLocation]:
 
     Raises ValueError if a name is in two files.
     """
-    found: dict[str, TensorLocation] = {}
+    locations: dict[str, TensorLocation] = {}
     for file, part in spec.items():
         here = places_in(file, part, len(header(part)))
-        if twice := found.keys() & here.keys():
+        if twice := locations.keys() & here.keys():
             raise ValueError(f"{file}: {min(twice)} is in another file too")
-        found |= here
-    return found
+        locations |= here
+    return locations
 
 
 def canonical(value: object) -> bytes:
@@ -233,28 +233,28 @@ def parse(body: bytes) -> CheckpointManifest:
     manifest of another format. Every format has the same rule for `self`, so a flipped bit in the
     number of the format counts as damage.
     """
-    found = _json_object(MANIFEST, body)
-    rest = {key: value for key, value in found.items() if key != "self"}
-    if found.get("self") != xxh3_128_hexdigest(canonical(rest)) or canonical(found) != body:
+    fields = _json_object(MANIFEST, body)
+    rest = {key: value for key, value in fields.items() if key != "self"}
+    if fields.get("self") != xxh3_128_hexdigest(canonical(rest)) or canonical(fields) != body:
         raise DamagedError(MANIFEST, "its own digest differs")
-    if found.get("format") != FORMAT:
-        raise OtherFormatError(found.get("format"), found.get("run_id"))
-    return _manifest(found)
+    if fields.get("format") != FORMAT:
+        raise OtherFormatError(fields.get("format"), fields.get("run_id"))
+    return _manifest(fields)
 
 
 def _json_object(file: str, body: bytes) -> JsonObject:
     """Parse a JSON object that `canonical` can encode again; DamagedError for anything else."""
     try:
-        found = json.loads(body)
-        canonical(found)
+        value = json.loads(body)
+        canonical(value)
     except (ValueError, RecursionError) as error:
         raise DamagedError(file, f"not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise DamagedError(file, "not a JSON object")
-    return found
+    return value
 
 
-def _manifest(found: JsonObject) -> CheckpointManifest:
+def _manifest(fields: JsonObject) -> CheckpointManifest:
     """Read the fields of an intact manifest; DamagedError if one is missing or unsafe."""
     try:
         files = {
@@ -264,9 +264,9 @@ def _manifest(found: JsonObject) -> CheckpointManifest:
                     Extent(int(start), int(size), str(xx)) for start, size, xx in entry["extents"]
                 ),
             )
-            for name, entry in found["files"].items()
+            for name, entry in fields["files"].items()
         }
-        manifest = CheckpointManifest(str(found["run_id"]), int(found["step"]), files)
+        manifest = CheckpointManifest(str(fields["run_id"]), int(fields["step"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(MANIFEST, f"a field is missing or of another type ({error})") from error
     if not files:
@@ -297,15 +297,15 @@ def regular_size(directory: Path, name: str) -> int:
     Raises DamagedError if it is missing, not a regular file, or reached through a symbolic link.
     """
     try:
-        found = (directory / name).lstat()
+        status = (directory / name).lstat()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise DamagedError(name, "is missing") from error
         raise
     inside = (directory / name).resolve().parent == (directory.resolve() / name).parent
-    if not stat.S_ISREG(found.st_mode) or not inside:
+    if not stat.S_ISREG(status.st_mode) or not inside:
         raise DamagedError(name, "is not a regular file of this directory")
-    return found.st_size
+    return status.st_size
 
 
 def small_file(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
@@ -325,8 +325,8 @@ def state(directory: Path) -> JsonObject:
 
 def complete_names(root: Path) -> list[str]:
     """List the names of all complete checkpoints, newest first by the number in the name."""
-    found = [(step, name) for name in names(root) if (step := step_of(name)) is not None]
-    return [name for _, name in sorted(found, reverse=True)]
+    numbered = [(step, name) for name in names(root) if (step := step_of(name)) is not None]
+    return [name for _, name in sorted(numbered, reverse=True)]
 
 
 def names(root: Path) -> list[str]:
@@ -336,8 +336,8 @@ def names(root: Path) -> list[str]:
 
 def parents(directory: Path, files: Iterable[str]) -> list[Path]:
     """List the directories of a checkpoint's files, deepest first, the checkpoint's own last."""
-    found = {parent for name in files for parent in PurePosixPath(name).parents}
-    return [directory / parent for parent in sorted(found, key=lambda path: -len(path.parts))]
+    directories = {parent for name in files for parent in PurePosixPath(name).parents}
+    return [directory / parent for parent in sorted(directories, key=lambda path: -len(path.parts))]
 
 
 _MAX_HEADER_BYTES = 100 << 20  # safetensors refuses a longer one

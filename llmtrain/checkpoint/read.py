@@ -132,7 +132,7 @@ def verify(
 
 
 def load_tensors(
-    found: ResumePoint,
+    resume_point: ResumePoint,
     spec: Spec,
     pieces: Iterable[Piece],
     ranks: Ranks,
@@ -146,14 +146,14 @@ def load_tensors(
     Collective. Raises UserError if names, dtypes or shapes differ, RunError 74 if the disk does not
     answer, StoppedError if a stop was asked for (then only some pieces are filled).
     """
-    answer = _from_rank_0(ranks, patience, lambda _: _find_tensors(found.path))
+    answer = _from_rank_0(ranks, patience, lambda _: _find_tensors(resume_point.path))
     stored = {
         name: TensorLocation(file, offset, TensorSpec(dtype, tuple(shape)))
         for name, (file, offset, dtype, shape) in answer.items()
     }
     if not any(file.startswith(_ADAPTER) for file in spec):
-        refuse_adapters(found, (place.file for place in stored.values()))
-    _refuse_other_tensors(found, stored, spec)
+        refuse_adapters(resume_point, (place.file for place in stored.values()))
+    _refuse_other_tensors(resume_point, stored, spec)
 
     def read() -> None:
         import torch
@@ -168,12 +168,12 @@ def load_tensors(
                 on_host = block.device.type == "cpu"
                 host = block if on_host else torch.empty_like(block, device="cpu")
                 patience.retry(
-                    _read_into, found.path / place.file, start + offset, host.numpy().data
+                    _read_into, resume_point.path / place.file, start + offset, host.numpy().data
                 )
                 if host is not block:
                     block.copy_(host)
 
-    _vote(ranks, captured(read).error, found.name)
+    _vote(ranks, captured(read).error, resume_point.name)
 
 
 def _offer(
@@ -259,7 +259,7 @@ def _find_tensors(path: Path) -> JsonObject:
     }
 
 
-def refuse_adapters(found: ResumePoint, files: Iterable[str]) -> None:
+def refuse_adapters(resume_point: ResumePoint, files: Iterable[str]) -> None:
     """Raise UserError if a checkpoint has LoRA adapters instead of the model's weights.
 
     files: its files
@@ -268,11 +268,11 @@ def refuse_adapters(found: ResumePoint, files: Iterable[str]) -> None:
         expected = "the weights of the whole model, which this run trains"
         remedy = "the config that began that run, or another run.dir"
         value = f"LoRA adapters ({', '.join(adapters)})"
-        raise UserError(Problem(str(found.path), value, expected, remedy))
+        raise UserError(Problem(str(resume_point.path), value, expected, remedy))
 
 
 def _refuse_other_tensors(
-    found: ResumePoint, stored: dict[str, TensorLocation], spec: Spec
+    resume_point: ResumePoint, stored: dict[str, TensorLocation], spec: Spec
 ) -> None:
     """Raise UserError with the first five tensors that differ between checkpoint and model."""
     wanted = {name: tensor for part in spec.values() for name, tensor in part.items()}
@@ -286,8 +286,8 @@ def _refuse_other_tensors(
     if problems:
         raise UserError(
             *problems,
-            where=f"{found.name}: {len(other)} of {len(every)} tensors are not those of the model; "
-            "restore the model and optimizer sections of the config that began the run",
+            where=f"{resume_point.name}: {len(other)} of {len(every)} tensors are not those of the "
+            "model; restore the model and optimizer sections of the config that began the run",
         )
 
 

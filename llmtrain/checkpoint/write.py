@@ -316,15 +316,15 @@ def _publish(begun: OpenSave, bodies: Iterable[bytes]) -> int:
 
 def _entries(begun: OpenSave, bodies: Iterable[bytes]) -> dict[str, Entry]:
     """Return the files of the checkpoint, with what `begin` and all ranks wrote of each."""
-    found = {file: list(extents) for file, extents in begun.extents.items()}
+    written = {file: list(extents) for file, extents in begun.extents.items()}
     for body in bodies:
         for file, extents in json.loads(body).items():
-            found[file] += [Extent(*extent) for extent in extents]
+            written[file] += [Extent(*extent) for extent in extents]
     return {
         file: Entry(
             begun.sizes.get(file, sum(extent.length for extent in extents)), tuple(sorted(extents))
         )
-        for file, extents in found.items()
+        for file, extents in written.items()
     }
 
 
@@ -370,22 +370,22 @@ def collect_pieces(begun: OpenSave, pieces: Iterable[Piece], ranks: Ranks) -> Ex
     failed = [error] if error else []
     blocks = _exchange(begun, {} if error else parts, ranks, failed)
     total = sum(form.tensor_bytes(place.tensor) for place in begun.places.values())
-    found = captured(lambda: write_blocks(begun, blocks, total) if ranks.rank == 0 else {})
+    outcome = captured(lambda: write_blocks(begun, blocks, total) if ranks.rank == 0 else {})
     for _ in blocks:  # every rank takes part in every exchange, even if rank 0 has failed
         continue
     if failed:
         raise failed[0]
-    return found.result()
+    return outcome.result()
 
 
 def _exchange(
-    begun: OpenSave, own: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
+    begun: OpenSave, local_parts: dict[str, list[Part]], ranks: Ranks, failed: list[Exception]
 ) -> Iterator[WriteChunk]:
     """Send bytes to rank 0 in rounds. Rank 0 yields them, each round in the order of the file."""
     room = -(-ROUND_BYTES // ranks.world_size)
     for name, place in begun.places.items():
         system.beat(f"sending {name} to rank 0")
-        mine = _messages(own.get(name, []), room)
+        mine = _messages(local_parts.get(name, []), room)
         # As many rounds as one rank alone would need for the whole tensor: a rank does not know
         # which parts the others have.
         for _ in range(-(-form.tensor_bytes(place.tensor) // room)):

@@ -68,8 +68,8 @@ def report_documents(journal: Journal, step: int, label: str, met: Mapping[str, 
     are reported too. met: as in `Batch.counts`.
     """
     if any(met.get(name) for name in ("dropped", "skipped", "rejected", "too_long")):
-        own = ("replaced", UNTRAINED_BLOCKS)  # they have events of their own
-        counts = {name: count for name, count in met.items() if name not in own}
+        separate = ("replaced", UNTRAINED_BLOCKS)  # they have events of their own
+        counts = {name: count for name, count in met.items() if name not in separate}
         journal.event("dropped_documents", step, source=label, **counts)
     if blocks := met.get(UNTRAINED_BLOCKS):
         journal.event(UNTRAINED_BLOCKS, step, source=label, blocks=blocks)
@@ -137,11 +137,11 @@ def stop_alone(journal: Journal, reason: str) -> int:
     When a launcher has lost a rank, it stops the others just as it does when a person asks it to.
     So a rank that is stopped here writes a mark, and rank 0 looks for ranks that ended without one.
     """
-    own = stop_code(reason, os.environ)
+    exit_code = stop_code(reason, os.environ)
     if journal.rank:
         text = f"stopped before the ranks met ({reason})"
-        failures.write(journal.run_dir, journal.rank, own, text, lost_peer=bool(own))
-        return own
+        failures.write(journal.run_dir, journal.rank, exit_code, text, lost_peer=bool(exit_code))
+        return exit_code
     lost = reason == "launcher_lost"
     dead = [] if lost else failures.silent(journal.run_dir, os.environ)
     failed = None if lost else failures.outranking(journal.run_dir, seconds=0)
@@ -153,8 +153,8 @@ def stop_alone(journal: Journal, reason: str) -> int:
     elif reason == "rank_lost":
         code, why = errors.RESTARTABLE, "a rank on this machine died before the ranks met"
     else:
-        journal.end("stopped", own, reason)
-        return own
+        journal.end("stopped", exit_code, reason)
+        return exit_code
     failures.write(journal.run_dir, 0, code, why, lost_peer=True)
     _log.error("%s", why)
     journal.end("failed", code, why)
@@ -178,8 +178,8 @@ def record_end(journal: Journal, config: str) -> Iterator[None]:
         failures.leave(journal.run_dir, journal.rank, shown, config, lost_peer=lost)
         error.add_note(f"after step {journal.step}")
         _log.error("the run failed", exc_info=True)
-        if lost and journal.rank == 0 and (told := failures.outranking(journal.run_dir)):
-            shown = errors.PeerError(str(told), told.code, told.rank)  # why that peer was lost
+        if lost and journal.rank == 0 and (mark := failures.outranking(journal.run_dir)):
+            shown = errors.PeerError(str(mark), mark.code, mark.rank)  # why that peer was lost
         try:
             journal.end("failed", errors.exit_code_of(shown), str(shown))
         except errors.RunError:  # the disk may be full; the error that ended the run is raised

@@ -80,8 +80,8 @@ def evaluate(run: Run) -> Evaluation | None:
         evaluation = pair_result(pair_totals(*given, tells=layout.tells_pairs).tolist(), heldout)
     else:
         total = reduce(torch.add, scored)
-        told = total if layout.tells_loss else torch.zeros_like(total)
-        evaluation = result(sum_over_ranks(told).tolist(), heldout)
+        contribution = total if layout.tells_loss else torch.zeros_like(total)
+        evaluation = result(sum_over_ranks(contribution).tolist(), heldout)
     return replace(evaluation, seconds=time.perf_counter() - start)
 
 
@@ -137,14 +137,16 @@ def score_blocks(
     """
     ids, labels, starts = zip(*(heldout.block(g, seq_len) for g in blocks), strict=True)
     width = shown(np.stack(labels))
-    wanted, own = np.stack(labels)[:, :width], layout.positions(width)
-    given: MicroBatch = {"input_ids": on_device(device, np.stack(ids)[:, own].astype(np.int64))}
-    targets = target_keywords(wanted[:, own], device, whole=False)
+    wanted, positions = np.stack(labels)[:, :width], layout.positions(width)
+    given: MicroBatch = {
+        "input_ids": on_device(device, np.stack(ids)[:, positions].astype(np.int64))
+    }
+    targets = target_keywords(wanted[:, positions], device, whole=False)
     row = given | targets | hidden(wanted, starts)
-    each = model(each=True, **(row if layout.sequence_size == 1 else in_parts(row, own)))
+    each = model(each=True, **(row if layout.sequence_size == 1 else in_parts(row, positions)))
     if len(heldout.parts) < 2:
         return totals(each, targets["labels"])
-    owners = np.stack([heldout.block_parts(g, seq_len)[own] for g in blocks])
+    owners = np.stack([heldout.block_parts(g, seq_len)[positions] for g in blocks])
     return by_source(each, targets["labels"], on_device(device, owners), len(heldout.parts))
 
 
@@ -164,8 +166,8 @@ def by_source(each: Tensor, targets: Tensor, owners: Tensor, sources: int) -> Te
     """
     rows = [totals(each, targets)]
     for number in range(sources):
-        own = owners == number
-        theirs = torch.where(own, each, 0.0), torch.where(own, targets, NOT_TRAINED)
+        mask = owners == number
+        theirs = torch.where(mask, each, 0.0), torch.where(mask, targets, NOT_TRAINED)
         rows.append(totals(*theirs))
     return torch.cat(rows)
 
@@ -178,12 +180,12 @@ def result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation:
     whole, *each = sums
     chat = any(part.chat for part in heldout.parts)
     parts = {
-        part.label: figures(own, part.documents, None if part.chat else part.bytes)
-        for part, own in zip(heldout.parts, each, strict=False)
-        if own[1]
+        part.label: figures(part_sums, part.documents, None if part.chat else part.bytes)
+        for part, part_sums in zip(heldout.parts, each, strict=False)
+        if part_sums[1]
     }
-    found = figures(whole, heldout.documents, None if chat else heldout.bytes)
-    return replace(found, bytes=heldout.bytes, sources=parts)
+    evaluation = figures(whole, heldout.documents, None if chat else heldout.bytes)
+    return replace(evaluation, bytes=heldout.bytes, sources=parts)
 
 
 def figures(sums: Sequence[float], documents: int, text_bytes: int | None) -> Evaluation:

@@ -207,10 +207,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
     ) -> None:
         kinds: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
             "muon": Muon,
-            "adamw": lambda own: _adamw(own, betas, fused=fused),
+            "adamw": lambda members: _adamw(members, betas, fused=fused),
         }
-        own = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
-        self._parts = {name: make(own[name]) for name, make in kinds.items() if own[name]}
+        members = {name: [one for one in groups if one["algorithm"] == name] for name in kinds}
+        self._parts = {name: make(members[name]) for name, make in kinds.items() if members[name]}
         # Their groups have all values that an update needs.
         super().__init__([one for part in self._parts.values() for one in part.param_groups], {})
 

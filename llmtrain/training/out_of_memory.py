@@ -73,5 +73,5 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
 
 def asked_bytes(text: str) -> int:
     """Return how many bytes the failed allocation asked for; 0 if the message does not tell."""
-    found = _ASKED.search(text)
-    return int(float(found[1]) * _BYTES[found[2]]) if found else 0
+    match = _ASKED.search(text)
+    return int(float(match[1]) * _BYTES[match[2]]) if match else 0

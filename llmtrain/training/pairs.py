@@ -41,7 +41,7 @@ def in_halves(rows: Rows) -> Rows:
 def pair_tensors(
     pairs: Pairs,
     labels: np.ndarray,
-    own: slice,
+    positions: slice,
     known: np.ndarray,
     preference: PreferenceConfig,
     device: torch.device,
@@ -52,7 +52,7 @@ def pair_tensors(
 
     pairs: `rows` numbers the blocks of these rows
     labels: (R, T) int64, of the rows as the model sees them, whole
-    own: positions of each row that this process has
+    positions: those of each row that this process has
     known: (N, 2) fp64, what the pairs are worth to the reference; zeros without one
     halves: whether each block is two rows, as of `in_halves`
     """
@@ -69,12 +69,12 @@ def pair_tensors(
 
     def count(low: int, high: int) -> np.ndarray:
         """Return how many trained labels each half has within these positions, (N, 2) int64."""
-        found: np.ndarray = before[rows, stops.clip(low, high)]
-        found -= before[rows, begins.clip(low, high)]
-        return found
+        counts: np.ndarray = before[rows, stops.clip(low, high)]
+        counts -= before[rows, begins.clip(low, high)]
+        return counts
 
     width = labels.shape[1]
-    low, high, _ = own.indices(width)
+    low, high, _ = positions.indices(width)
     feedback, last = preference.answers == "feedback", None
     if preference.scores:  # behind the last trained label is the last token of its sequence
         behind = (before[rows] == before[rows, stops][..., None]).argmax(-1)
@@ -125,13 +125,13 @@ def pair_totals(
             asked = asked.changed(divergence=far)
         totals[0] += _total(sums, asked, preference)
         for part in range(parts):
-            own = owners.to(device) == part
+            mask = owners.to(device) == part
             theirs = asked.changed(
-                sizes=asked.sizes[own],
-                reference=asked.reference[own],
-                desirable=None if asked.desirable is None else asked.desirable[own],
+                sizes=asked.sizes[mask],
+                reference=asked.reference[mask],
+                desirable=None if asked.desirable is None else asked.desirable[mask],
             )
-            totals[1 + part] += _total(sums[own], theirs, preference)
+            totals[1 + part] += _total(sums[mask], theirs, preference)
     return sum_over_ranks(totals)
 
 
@@ -147,9 +147,9 @@ def pair_result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation
     """
     whole, *each = [_figures(one, heldout.documents) for one in sums]
     parts = {
-        part.label: replace(found, documents=part.documents)
-        for part, found in zip(heldout.parts, each, strict=False)
-        if len(heldout.parts) > 1 and found is not None
+        part.label: replace(evaluation, documents=part.documents)
+        for part, evaluation in zip(heldout.parts, each, strict=False)
+        if len(heldout.parts) > 1 and evaluation is not None
     }
     assert whole is not None, "a held-out set has something to score"
     return replace(whole, sources=parts)
@@ -157,18 +157,18 @@ def pair_result(sums: Sequence[Sequence[float]], heldout: HeldOut) -> Evaluation
 
 def _figures(sums: Sequence[float], documents: int) -> Evaluation | None:
     loss, *others, tokens = sums
-    found = pair_figures(others)
-    if not found["pairs"]:
+    figures = pair_figures(others)
+    if not figures["pairs"]:
         return None
     return Evaluation(
-        loss=loss / found["pairs"],
+        loss=loss / figures["pairs"],
         perplexity=None,
         bits_per_byte=None,
         tokens=round(tokens),
         bytes=0,
         documents=documents,
         seconds=0.0,
-        pairs=found,
+        pairs=figures,
     )
 
 
@@ -197,6 +197,6 @@ def measure_divergence(run: Run, forwards: Sequence[MicroBatch]) -> None:
     """Give each micro-batch the divergence of the whole step, by a forward without gradients."""
     with run.engine.evaluating():
         scored = [(run.model(each=True, **one), one["pairs"]) for one in forwards]
-    found = divergence_of(scored, run.device, tells=run.layout.tells_pairs)
+    divergence = divergence_of(scored, run.device, tells=run.layout.tells_pairs)
     for one in forwards:
-        one["pairs"] = one["pairs"].changed(divergence=found)
+        one["pairs"] = one["pairs"].changed(divergence=divergence)

@@ -44,25 +44,25 @@ def gather_parts(run: Run, step: int) -> list[JsonObject]:
     return [one for one in gathered(run.ranks, mine if run.layout.leads else None) if one]
 
 
-def data_state(run: Run, step: int, heard: list[JsonObject]) -> DataState:
-    """Return the stream's state after the blocks of `step`. heard: from `gather_parts`."""
+def data_state(run: Run, step: int, rank_states: list[JsonObject]) -> DataState:
+    """Return the stream's state after the blocks of `step`. rank_states: from `gather_parts`."""
     before = run.data.state
     next_block = run.config.training.batch.until(step)
-    parts = [np.array(one["cursors"], np.int64) for one in heard]
+    parts = [np.array(one["cursors"], np.int64) for one in rank_states]
     first = before.next_block
     return replace(
         before,
         next_block=next_block,
         cursors=merge_cursors(before.cursors, parts, first_block=first, next_block=next_block),
         stream_digest=run.meter.stream_digest,
-        counts=_add(before.counts, [one["counts"] for one in heard]),
+        counts=_add(before.counts, [one["counts"] for one in rank_states]),
     )
 
 
-def cursors_line(run: Run, step: int, heard: list[JsonObject]) -> bytes:
+def cursors_line(run: Run, step: int, rank_states: list[JsonObject]) -> bytes:
     """Return the stream's state as a line of `cursors.jsonl`."""
     where = {"step": step, "weights": run.data.manifest.weights}
-    return _encode(where | data_state(run, step, heard).to_json())
+    return _encode(where | data_state(run, step, rank_states).to_json())
 
 
 def record_cursors(run: Run, step: int, line: bytes) -> None:
@@ -74,7 +74,7 @@ def record_cursors(run: Run, step: int, line: bytes) -> None:
         run.journal.event("cursors_not_noted", step, reason=str(error))
 
 
-def small_files(run: Run, step: int, heard: list[JsonObject]) -> dict[str, bytes]:
+def small_files(run: Run, step: int, rank_states: list[JsonObject]) -> dict[str, bytes]:
     """Return name → content of every file of the checkpoint that is not a tensor file."""
     bound = run.processes.bound.binding
     trainer_state = {
@@ -83,7 +83,7 @@ def small_files(run: Run, step: int, heard: list[JsonObject]) -> dict[str, bytes
         "step": step,
         "tokens": run.meter.tokens,
         "sources": dict(run.meter.sources),
-        "data": data_state(run, step, heard).to_json(),
+        "data": data_state(run, step, rank_states).to_json(),
         "weights": run.data.manifest.weights,
         "config_digest": hashlib.sha256(_encode(bound)).hexdigest(),
         "config": bound,
@@ -129,8 +129,8 @@ def _encode(value: object) -> bytes:
 
 def count_documents(run: Run) -> Counts:
     """Return source → event (dropped, replaced, …) → count for the whole run; {} on ranks > 0."""
-    heard = gathered(run.ranks, run.feed.counts if run.layout.leads else {})
-    return _add(run.data.state.counts, heard) if heard else {}
+    rank_counts = gathered(run.ranks, run.feed.counts if run.layout.leads else {})
+    return _add(run.data.state.counts, rank_counts) if rank_counts else {}
 
 
 def _add(start: Counts, parts: list[Counts]) -> Counts:

@@ -136,7 +136,7 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
 
 
 def _begin(
-    run: Run, step: int, heard: list[JsonObject]
+    run: Run, step: int, rank_states: list[JsonObject]
 ) -> tuple[write.OpenSave | write.FailedSave, bytes]:
     """Write small files and headers and make room; if one rank fails, all return Failed.
 
@@ -145,9 +145,9 @@ def _begin(
 
     def small() -> tuple[dict[str, bytes], bytes]:
         run.journal.sync()  # the lines up to this step must be on disk before the manifest is
-        if not heard:
+        if not rank_states:
             return {}, b""
-        return small_files(run, step, heard), cursors_line(run, step, heard)
+        return small_files(run, step, rank_states), cursors_line(run, step, rank_states)
 
     outcome = captured(small)
     if failures := run.ranks.vote(outcome.error).failures:
@@ -204,11 +204,11 @@ def _choose_writer(run: Run, step: int) -> Writer | None:
     return saves.writer
 
 
-def short_of_memory(heard: list[JsonObject]) -> list[str]:
+def short_of_memory(reports: list[JsonObject]) -> list[str]:
     """Return the hosts with too little free memory for the copies of all their ranks."""
-    hosts = {one["host"] for one in heard}
-    needed = {host: sum(one["needed"] for one in heard if one["host"] == host) for host in hosts}
-    free = {host: min(one["free"] for one in heard if one["host"] == host) for host in hosts}
+    hosts = {one["host"] for one in reports}
+    needed = {host: sum(one["needed"] for one in reports if one["host"] == host) for host in hosts}
+    free = {host: min(one["free"] for one in reports if one["host"] == host) for host in hosts}
     return sorted(host for host in hosts if needed[host] * _SPARE > free[host])
 
 

@@ -114,12 +114,12 @@ def gradient_scale(run: Run, batch: Batch) -> Tensor:
     these may have different numbers of it.
     """
     layout, exact = run.layout, run.config.training.same_bits
-    own = batch.trained_tokens if batch.pairs is None else len(batch.pairs.rows)
+    local_count = batch.trained_tokens if batch.pairs is None else len(batch.pairs.rows)
     ranks = 1 if exact else layout.replicas  # whose engine adds gradients up, and no mean of them
     if layout.data_size == 1 or run.data.manifest.always_full:
-        return _scale(ranks, max(layout.data_size * own, 1), run.device)
-    told = np.array(own if layout.leads else 0, np.float64 if exact else np.float32)
-    return (ranks / sum_over_ranks(on_device(run.device, told)).clamp(min=1)).float()
+        return _scale(ranks, max(layout.data_size * local_count, 1), run.device)
+    contribution = np.array(local_count if layout.leads else 0, np.float64 if exact else np.float32)
+    return (ranks / sum_over_ranks(on_device(run.device, contribution)).clamp(min=1)).float()
 
 
 @lru_cache(maxsize=1)
@@ -145,8 +145,8 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
         return [_padded(run, ids[part], batch.labels[part], pairs, part) for part in parts]
     layout, labels = run.layout, batch.labels
     if shared := layout.sequence_size > 1:
-        own = layout.positions(labels.shape[1])
-        ids, labels = ids[:, own], labels[:, own]
+        positions = layout.positions(labels.shape[1])
+        ids, labels = ids[:, positions], labels[:, positions]
     rows: list[MicroBatch] = [
         {"input_ids": ids[part]} | target_keywords(labels[part], device, whole=whole)
         for part in parts
@@ -154,10 +154,10 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
     if batch.starts is not None:  # else documents may attend to each other
         rows = [row | hide(run, batch.starts[part]) for row, part in zip(rows, parts, strict=True)]
     if pairs is not None:
-        place = own if shared else slice(None)
+        place = positions if shared else slice(None)
         for row, part in zip(rows, parts, strict=True):
             row["pairs"] = pairs_of(run, pairs, part, batch.labels[part], place)
-    return [in_parts(row, own) for row in rows] if shared else rows
+    return [in_parts(row, positions) for row in rows] if shared else rows
 
 
 def group_order(count: int, size: int) -> np.ndarray:
@@ -189,24 +189,26 @@ def _padded(
     if pairs is not None:
         ids, labels = in_halves(ids), in_halves(labels)
     width = shown(run, labels)
-    labels, own = labels[:, :width], run.layout.positions(width)
-    targets = target_keywords(labels[:, own], run.device, whole=False)
-    row = {"input_ids": ids[:, own]} | targets | padding_keywords(run, labels)
+    labels, positions = labels[:, :width], run.layout.positions(width)
+    targets = target_keywords(labels[:, positions], run.device, whole=False)
+    row = {"input_ids": ids[:, positions]} | targets | padding_keywords(run, labels)
     if pairs is not None:
-        row["pairs"] = pairs_of(run, pairs, part, labels, own)
-    return row if run.layout.sequence_size == 1 else in_parts(row, own)
+        row["pairs"] = pairs_of(run, pairs, part, labels, positions)
+    return row if run.layout.sequence_size == 1 else in_parts(row, positions)
 
 
-def pairs_of(run: Run, pairs: Pairs, part: slice, labels: np.ndarray, own: slice) -> PairTensors:
+def pairs_of(
+    run: Run, pairs: Pairs, part: slice, labels: np.ndarray, positions: slice
+) -> PairTensors:
     """Return what the loss of the pairs in some blocks is computed from.
 
     part: numbers of the blocks
-    labels, own: as `pair_tensors` takes them
+    labels, positions: as `pair_tensors` takes them
     """
     theirs = pairs.of_blocks(part.start, part.stop)
     column, asked = run.data.reference, run.config.preference
     known = np.zeros((len(theirs.keys), 2)) if column is None else column.of(theirs.keys)
-    how = (theirs, labels, own, known, asked, run.device)
+    how = (theirs, labels, positions, known, asked, run.device)
     return pair_tensors(*how, halves=run.data.manifest.packing == "single")
 
 
@@ -291,11 +293,11 @@ def step_vector(
     labels = run.data.manifest.labels
     failed = run.feed.error is not None
     asked = flags(run, look=run.due.anything(run.step + 1))
-    said = host_part(batch, asked, layout, labels, failed=failed)
+    host_values = host_part(batch, asked, layout, labels, failed=failed)
     if not engine.is_asynchronous(run.device):
-        loss_sum, own = sum(loss.item() for loss in losses), squares.item()
-        bad = not math.isfinite(loss_sum + own)
-        numbers = [loss_sum, own, bad, *said]
+        loss_sum, square_sum = sum(loss.item() for loss in losses), squares.item()
+        bad = not math.isfinite(loss_sum + square_sum)
+        numbers = [loss_sum, square_sum, bad, *host_values]
         if sums:
             numbers += sums[0].tolist()
         if routers:
@@ -305,7 +307,7 @@ def step_vector(
     both = total + squares
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN
     added = [_total(routers)[None]] if routers else []
-    host = on_device(run.device, np.array(said))
+    host = on_device(run.device, np.array(host_values))
     return StepVector(torch.cat([device, host, *sums, *added]), others)
 
 

@@ -265,8 +265,8 @@ class _Listener:
         numbers = b""
         while _LEAVE not in numbers:
             seconds = _LOOK_SECONDS if self._on_stop else None
-            heard = select.select([self._numbers], [], [], seconds)[0]
-            numbers = os.read(self._numbers, 256) if heard else b""
+            ready = select.select([self._numbers], [], [], seconds)[0]
+            numbers = os.read(self._numbers, 256) if ready else b""
             for number in numbers:
                 if self._signals.receive(number) and number == signal.SIGINT:
                     now = time.monotonic()
@@ -443,7 +443,7 @@ class Requests:
 
     def _is_there(self, name: str) -> bool:
         try:
-            there = self._paths[name].exists()
+            exists = self._paths[name].exists()
         except OSError as error:
             # Without an answer of the file system there is no request; the next step looks again.
             if name not in self._unseen:
@@ -451,9 +451,9 @@ class Requests:
             self._unseen.add(name)
             return False
         self._unseen.discard(name)
-        if not there:
+        if not exists:
             self._served.discard(name)
-        return there and name not in self._served
+        return exists and name not in self._served
 
     def _delete(self, name: str) -> None:
         self._looked = -math.inf  # what was found is out of date

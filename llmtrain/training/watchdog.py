@@ -68,36 +68,38 @@ class Watchdog:
             return
         self._still += 1
         long = any(one in phase for one in _LONG)
-        said = f"no progress for {self._still} s: {phase}"
+        message = f"no progress for {self._still} s: {phase}"
         steps = _REPORT_STEPS * self._median() if self._median else 0.0
         if self._median is None and self._rank:
             report_after = self._end_after  # it waits for rank 0, which may work alone for minutes
         else:
             report_after = self._most if long else min(max(_REPORT_SECONDS, steps), self._most)
         if self._still >= self._end_after and not long:
-            self._end(said)
+            self._end(message)
         elif not self._reported and self._still >= report_after:
             self._reported = True
-            self._write_stacks(said)
+            self._write_stacks(message)
             detail = {"seconds": self._still, "phase": phase, "rank": self._rank}
             _in_thread(lambda: self._journal.event("no_progress", self._journal.step, **detail))
 
-    def _end(self, said: str) -> None:
+    def _end(self, message: str) -> None:
         code = self._journal.exit_code  # not None if the run is over and hangs while it closes
-        self._write_stacks(said)
+        self._write_stacks(message)
         if code is None:
-            _in_thread(lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, said))
+            _in_thread(
+                lambda: failures.write(self._journal.run_dir, self._rank, RESTARTABLE, message)
+            )
             marks: list[failures.Mark | None] = []  # of a failed rank that rank 0 waited for
             if not self._rank:
                 run_dir = self._journal.run_dir
                 _in_thread(lambda: marks.append(failures.outranking(run_dir, seconds=0)))
             causes = ((one.code, str(one)) for one in marks if one and one.is_cause)
-            code, why = next(causes, (RESTARTABLE, said))
+            code, why = next(causes, (RESTARTABLE, message))
             _in_thread(lambda: self._journal.end("failed", code, why))
-        _in_thread(lambda: os.write(2, f"rank {self._rank}: error: {said}\n".encode()))
+        _in_thread(lambda: os.write(2, f"rank {self._rank}: error: {message}\n".encode()))
         self._leave(code)
 
-    def _write_stacks(self, said: str) -> None:
+    def _write_stacks(self, message: str) -> None:
         """Append the stacks of all threads to the log, or to stderr if it cannot be opened."""
         log_file = contents.log_file(self._journal.run_dir, self._rank)
 
@@ -107,7 +109,7 @@ class Watchdog:
             except OSError:
                 file = os.dup(2)
             try:
-                os.write(file, f"{said}; the stacks of all threads:\n".encode())
+                os.write(file, f"{message}; the stacks of all threads:\n".encode())
                 faulthandler.dump_traceback(file=file, all_threads=True)
             finally:
                 os.close(file)

@@ -192,9 +192,9 @@ def make_accelerator(
             sharding = _make_fsdp(*settings, timeout, fsdp_sync, common)
             accelerator = sharding.accelerator
         case "zero":
-            own = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
+            zero_settings = {"max_grad_norm": max_grad_norm, "largest_block": largest_block}
             with own_environment():
-                accelerator = zero.make(strategy, precision, timeout, **(own | common))
+                accelerator = zero.make(strategy, precision, timeout, **(zero_settings | common))
             # DeepSpeed reads LOCAL_RANK during the whole run, even without a launcher.
             os.environ.setdefault("LOCAL_RANK", "0")
     return _launched(accelerator, strategy, sharding, cut, timeout, same_bits)

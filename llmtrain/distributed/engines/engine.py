@@ -138,22 +138,22 @@ def unequal_ranks(
     each = [torch.empty_like(sums) for _ in range(world_size)]
     dist.all_gather(each, sums)
     columns = zip(*(one.tolist() for one in each), strict=True)
-    found = {
+    odd_by_name = {
         name: odd_ranks(column, shards, neighbours)
         for name, column in zip(names, columns, strict=True)
     }
-    return {name: ranks for name, ranks in found.items() if ranks}
+    return {name: ranks for name, ranks in odd_by_name.items() if ranks}
 
 
 def odd_ranks(sums: Sequence[int], shards: int, neighbours: int = 1) -> list[int]:
     """Return the ranks whose sum is not that of most replicas of their shard. sums: one a rank."""
-    found: list[int] = []
+    odd: list[int] = []
     for shard in range(shards):
         ranks = [one for one in range(len(sums)) if one // neighbours % shards == shard]
         value, count = Counter(sums[rank] for rank in ranks).most_common(1)[0]
         agreed = 2 * count > len(ranks)
-        found += [rank for rank in ranks if not agreed or sums[rank] != value]
-    return sorted(found)
+        odd += [rank for rank in ranks if not agreed or sums[rank] != value]
+    return sorted(odd)
 
 
 _SMALL = 1 << 15  # elements; a larger tensor's own work is longer than a call
@@ -166,9 +166,9 @@ def begin_micro_batch(index: int, count: int) -> None:
     system.beat("a micro-batch", index + 1, count)
 
 
-def trained_loss(found: Tensor) -> Tensor:
+def trained_loss(output: Tensor) -> Tensor:
     """Return the loss, (), of what a `LossModule` returns: the first number, if there are more."""
-    return found[0] if found.ndim else found
+    return output[0] if output.ndim else output
 
 
 class Engine(Protocol):
@@ -442,9 +442,9 @@ class TorchEngine(Engine):
         if writing and replicas_shared and not self._sharding:
             buffers = {name for name, _ in self._bare.named_buffers()}
             held = state.pieces(self._bare, self._optimizer, spec)
-            own = [piece for piece in held if rank == 0 or piece.name not in buffers]
-            names = {piece.name for piece in own} - buffers
-            return state.share_out(own, names, rank, ranks)
+            local_pieces = [piece for piece in held if rank == 0 or piece.name not in buffers]
+            names = {piece.name for piece in local_pieces} - buffers
+            return state.share_out(local_pieces, names, rank, ranks)
         shards = self._counts or not writing
         whole = rank == 0 or not writing
         return state.pieces(self._bare, self._optimizer, spec, shards=shards, whole=whole)
@@ -491,13 +491,13 @@ class TorchEngine(Engine):
         A parameter that is not cut is also compared between the processes that share matrices.
         """
         replicas = self._sharding.replicas if self._sharding else self._layout.replicas
-        group, found = self._groups.tensor, dict[str, list[int]]()
+        group, unequal = self._groups.tensor, dict[str, list[int]]()
         beside = 1 if group is None else dist.get_world_size(group)
         for is_cut, neighbours in ((True, 1), (False, beside)):
-            own = {name: part for name, part in held.items() if (name in self.cuts) == is_cut}
-            if own and replicas * neighbours > 1:
-                found |= unequal_ranks([*own], [*own.values()], replicas, neighbours)
-        return found
+            compared = {name: part for name, part in held.items() if (name in self.cuts) == is_cut}
+            if compared and replicas * neighbours > 1:
+                unequal |= unequal_ranks([*compared], [*compared.values()], replicas, neighbours)
+        return unequal
 
     def _here(self, sums: StepVector) -> StepVector:
         """Return the vector where updates are made: on the host if the shards are offloaded."""

@@ -301,7 +301,7 @@ class ReplicatedExactEngine(ExactEngine):
                 room = most
             members[-1].append(one)
             room -= size
-        return [GradientBucket(own, self._accelerator.device) for own in members]
+        return [GradientBucket(parameters, self._accelerator.device) for parameters in members]
 
     def _totals(self) -> Sequence[Totals]:
         return [bucket.totals for bucket in self._buckets]

@@ -129,11 +129,11 @@ class PipelineEngine(TorchEngine):
         self._ranges, self._schedule_name = ranges, schedule
         self._mine = {n: one for n, one in enumerate(ranges) if n % ranks == self._layout.stage}
         mine = [*self._mine.values()]
-        own = stages.own_tensors(model, anatomy, mine)
+        own_ids = stages.own_tensors(model, anatomy, mine)
         named = {False: state.named_parameters(model), True: dict(model.named_parameters())}
         self._names = {base: [*parameters] for base, parameters in named.items()}
         tensors = state.named_tensors(model)
-        self._own = {name for name, tensor in tensors.items() if id(tensor) in own}
+        self._own = {name for name, tensor in tensors.items() if id(tensor) in own_ids}
         ends = {0, ranks - 1}
         tie = stages.tied_weight(model)
         self._tie = tie if self._layout.stage in ends else None
@@ -200,7 +200,7 @@ class PipelineEngine(TorchEngine):
             for number, part in zip(self._mine, self._parts, strict=True)
         ]
         how: dict[str, Any] = {
-            "loss_fn": lambda found, _number: trained_loss(found) * self._scale_of_step,
+            "loss_fn": lambda output, _number: trained_loss(output) * self._scale_of_step,
             "scale_grads": False,
         }
         match self._schedule_name:
@@ -239,17 +239,17 @@ class PipelineEngine(TorchEngine):
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         """See `TorchEngine`. A tied weight is counted by the first stage."""
-        own = {id(p) for n, p in state.named_parameters(self._bare).items() if n in self._own}
-        return [one for one in super()._counted_parameters() if id(one) in own]
+        own_ids = {id(p) for n, p in state.named_parameters(self._bare).items() if n in self._own}
+        return [one for one in super()._counted_parameters() if id(one) in own_ids]
 
     def pieces(
         self, spec: Spec, *, writing: bool, replicas_shared: bool = False
     ) -> Iterator[Piece]:
         """See `Engine.pieces`. Each stage writes its own tensors, and reads what it has."""
         names = self._own if writing else state.named_tensors(self._bare).keys()
-        kept = state.with_moments(names, spec)
+        wanted = state.with_moments(names, spec)
         here = {
-            file: {n: one for n, one in part.items() if n in kept} for file, part in spec.items()
+            file: {n: one for n, one in part.items() if n in wanted} for file, part in spec.items()
         }
         return super().pieces(here, writing=writing, replicas_shared=replicas_shared)
 
@@ -272,7 +272,7 @@ class PipelineEngine(TorchEngine):
         positions = keywords.get("position_ids")
         shape = input_ids.shape if positions is None else positions.shape
         width = self._bare.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        found: Tensor | None = None
+        output: Tensor | None = None
         for number, blocks in self._mine.items():
             given: Tensor | None = None
             if number:
@@ -280,21 +280,21 @@ class PipelineEngine(TorchEngine):
                 given = torch.empty(*shape, width, device=input_ids.device)
                 dist.recv(given, group=pipeline, group_src=(number - 1) % ranks)
             with self._passage.through(blocks, given):
-                found = self._part(input_ids, **keywords)
+                output = self._part(input_ids, **keywords)
             if number < last:
-                self._send(found.float().contiguous(), (number + 1) % ranks)
+                self._send(output.float().contiguous(), (number + 1) % ranks)
         if keywords.get("labels") is not None:
             if self._layout.last_stage:
-                assert found is not None
-                return found
+                assert output is not None
+                return output
             return _zeros(input_ids, keywords)
         if not self._layout.last_stage:
             rows = shape if keywords.get("all_logits") else shape[:1]
-            found = torch.empty(*rows, self._vocabulary, device=input_ids.device)
-        assert found is not None
-        found = found.contiguous()
-        dist.broadcast(found, group=pipeline, group_src=ranks - 1)
-        return found
+            output = torch.empty(*rows, self._vocabulary, device=input_ids.device)
+        assert output is not None
+        output = output.contiguous()
+        dist.broadcast(output, group=pipeline, group_src=ranks - 1)
+        return output
 
     def _send(self, hidden: Tensor, to: int) -> None:
         """Begin to send; the memory is kept until it is sent, and one at a time is on its way."""
@@ -342,10 +342,10 @@ class _Part(nn.Module):
             hidden = hidden.view_as(hidden)
             hidden.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # no stub
         with self._passage.through(self._blocks, hidden):
-            found: Tensor = self.module(**self._micro_batches[index])
+            output: Tensor = self.module(**self._micro_batches[index])
         if self._last:
-            self._losses[index] = found.detach()
-        return found
+            self._losses[index] = output.detach()
+        return output
 
 
 class _Stage(PipelineStage):

@@ -112,11 +112,11 @@ def examine(model: Any) -> Anatomy:
             for half, one in zip(halves, models, strict=True):
                 passage = cut(one, anatomy, [half])
                 with passage.through(half, hidden):
-                    found = one(ids, use_cache=False).logits
+                    logits = one(ids, use_cache=False).logits
                 hidden = passage.passed
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CannotCutError(f"its code fails on a stage: {first_line(error)}") from error
-    if not torch.equal(found, wanted):
+    if not torch.equal(logits, wanted):
         raise CannotCutError("more than hidden states passes from block to block")
     return anatomy
 
@@ -130,8 +130,8 @@ def cut(model: Any, anatomy: Anatomy, mine: Sequence[range]) -> Passage:
     passage = Passage(len(blocks))
     placeholders = [_Elsewhere(passage, n, one, anatomy.tuples) for n, one in enumerate(blocks)]
     held = {number for one in mine for number in one}
-    kept = [one if n in held else placeholders[n] for n, one in enumerate(blocks)]
-    _put(model, anatomy.blocks, _Blocks(kept, placeholders, passage))
+    modules = [one if n in held else placeholders[n] for n, one in enumerate(blocks)]
+    _put(model, anatomy.blocks, _Blocks(modules, placeholders, passage))
     if 0 not in held:
         # A head that is tied to the embedding keeps it, and so the name of its weight.
         is_last = len(blocks) - 1 in held
@@ -158,12 +158,12 @@ def own_tensors(model: Any, anatomy: Anatomy, mine: Sequence[range]) -> set[int]
     before, after = (
         _ids_of(map(model.get_submodule, names)) for names in (anatomy.before, anatomy.after)
     )
-    found = _ids_of(blocks[number] for one in mine for number in one)
+    ids = _ids_of(blocks[number] for one in mine for number in one)
     if any(one.stop == len(blocks) for one in mine):
-        found |= after - before
+        ids |= after - before
     if any(one.start == 0 for one in mine):
-        found |= _ids_of([model]) - _ids_of(blocks) - (after - before)
-    return found
+        ids |= _ids_of([model]) - _ids_of(blocks) - (after - before)
+    return ids
 
 
 def tied_weight(model: Any) -> str | None:
@@ -280,10 +280,10 @@ def list_of_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Return the list of a model's repeated blocks, with its name."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     lists = {n: one for n, one in model.named_modules() if isinstance(one, nn.ModuleList)}
-    found = [n for n, one in lists.items() if any(type(part).__name__ in kinds for part in one)]
-    if len(found) != 1:
-        raise CannotCutError(f"its blocks are in {len(found)} lists")
-    return found[0], lists[found[0]]
+    names = [n for n, one in lists.items() if any(type(part).__name__ in kinds for part in one)]
+    if len(names) != 1:
+        raise CannotCutError(f"its blocks are in {len(names)} lists")
+    return names[0], lists[names[0]]
 
 
 def _outside(model: nn.Module, blocks: str) -> Iterator[tuple[str, nn.Module]]:
@@ -292,8 +292,10 @@ def _outside(model: nn.Module, blocks: str) -> Iterator[tuple[str, nn.Module]]:
     for depth in range(len(path)):
         above = ".".join(path[:depth])
         owner = model.get_submodule(above)
-        if own := dict(owner.named_parameters(recurse=False)):
-            raise CannotCutError(f"{min(own)} is a parameter of no block and no other module")
+        if parameters := dict(owner.named_parameters(recurse=False)):
+            raise CannotCutError(
+                f"{min(parameters)} is a parameter of no block and no other module"
+            )
         for name, part in owner.named_children():
             if name != path[depth] and any(True for _ in part.parameters()):
                 yield f"{above}.{name}".lstrip("."), part

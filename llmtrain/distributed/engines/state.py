@@ -93,11 +93,11 @@ def held_tensors(
 
     They come in the order of the spec. Of a tensor that is split, a DTensor knows the whole shape.
     """
-    tensors, kept = named_tensors(model), kept_states(optimizer)
+    tensors, state_specs = named_tensors(model), kept_states(optimizer)
     held = {name: (name, tensor) for name, tensor in tensors.items()}
     for name, parameter in trained_parameters(model, optimizer).items():
         state = optimizer.state[parameter]
-        held |= {f"{name}.{key}": (name, state[key]) for key in kept[id(parameter)]}
+        held |= {f"{name}.{key}": (name, state[key]) for key in state_specs[id(parameter)]}
     for part in spec.values():
         for name in part:
             of, tensor = held[name]
@@ -313,8 +313,8 @@ def named_tensors(model: Module) -> dict[str, Tensor]:
 
     Those are all parameters and persistent buffers; with adapters, only what is trained.
     """
-    own: dict[str, Tensor] = {**named_parameters(model)}
-    return own if has_adapters(model) else own | persistent_buffers(model)
+    parameters: dict[str, Tensor] = {**named_parameters(model)}
+    return parameters if has_adapters(model) else parameters | persistent_buffers(model)
 
 
 def named_parameters(model: Module) -> dict[str, Parameter]:

@@ -475,8 +475,8 @@ class DeepSpeedEngine(Engine):
             and not _is_split(parameter)
             and parameter.dtype == torch.float32
         )
-        own = pieces(self._held, self._zero, spec, writing=True, everywhere=same)
-        return state.share_out(own, same, dist.get_rank(), dist.get_world_size())
+        local_pieces = pieces(self._held, self._zero, spec, writing=True, everywhere=same)
+        return state.share_out(local_pieces, same, dist.get_rank(), dist.get_world_size())
 
     def finish_loading(self, steps: int) -> None:
         """See `Engine.finish_loading`. It renews the copies of the masters. Collective."""
@@ -515,11 +515,11 @@ def overflowing(optimizer: Any) -> Iterator[None]:
         "bf16": {"step": skip},
     }
     patched = by_kind[engine_kind(optimizer)]
-    own = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}
+    originals = {name: vars(optimizer)[name] for name in patched if name in vars(optimizer)}
     vars(optimizer).update(patched)
     try:
         yield
     finally:
         for name in patched:
             del vars(optimizer)[name]
-        vars(optimizer).update(own)
+        vars(optimizer).update(originals)

@@ -76,8 +76,8 @@ def launcher_file(env: Mapping[str, str]) -> Mapping[str, object]:
     cache = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     path = next(given, Path(cache).expanduser() / "accelerate" / "default_config.yaml")
     text = path.read_text("utf-8", "replace") if path.is_file() else ""
-    found = parse(text).value
-    return found if isinstance(found, dict) else {}
+    values = parse(text).value
+    return values if isinstance(values, dict) else {}
 
 
 def launch_problems(
@@ -93,11 +93,11 @@ def launch_problems(
     """
     if problems := launcher_problems(exported):  # the number of processes may be wrong
         return [*problems, *check_micro_batch(training)]
-    found = [
+    conflicts = [
         *named.unsupported_problems(env, world_size(env), model_cut(env, distributed)),
         *_other_than(env, distributed, training),
     ]
-    return list(named.with_variables(found, exported))
+    return list(named.with_variables(conflicts, exported))
 
 
 def check_docstrings(optimize: int) -> None:
@@ -274,8 +274,8 @@ def _inexact(env: Mapping[str, str], distributed: DistributedConfig) -> Iterator
         remedy = f"{named.example('fsdp2')}, or {_plain()}"
         yield Problem("the strategy of the launch", known, expected, remedy)
     for name, key in (("tp", "tensor_parallel"), ("sp", "sequence_parallel")):
-        size, own = named.side(env, name), getattr(distributed, key)
-        if own == "auto" and size > 1:
+        size, configured = named.side(env, name), getattr(distributed, key)
+        if configured == "auto" and size > 1:
             expected = "1 with training.same_bits: a model that is cut has other sums"
             yield Problem(f"parallelism_config_{name}_size", size, expected, _plain())
 

@@ -284,11 +284,11 @@ def _parallelism(env: Mapping[str, str], processes: int, cut: ModelCut) -> Itera
     elif named_family(env) is None or processes % cut.processes:
         return  # of what a model is cut into: `environment` reports it
     elif math.prod(mesh) * cut.processes != processes:
-        found = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
+        product = f"dp_replicate_size {mesh[0]} × dp_shard_size {mesh[1]}"
         if cut.processes > 1:
-            found += f" × {cut.processes} that hold one model"
+            product += f" × {cut.processes} that hold one model"
         expected = f"a product of {processes}, the number of processes"
-        yield Problem(key, found, expected, "nodes × processes of a node")
+        yield Problem(key, product, expected, "nodes × processes of a node")
     elif mesh[0] > 1:
         yield from one_sided(key, mesh)
 
@@ -313,13 +313,15 @@ def ignored_problems(values: Mapping[str, object]) -> Iterator[Problem]:
 def one_sided(key: str, mesh: tuple[int, int]) -> Iterator[Problem]:
     """Yield a problem for HSDP on a mesh with a side of 1, which is really another strategy."""
     replicas, shards = mesh
-    found = f"hsdp, {replicas} × {shards} processes (replicas × shards of each)"
+    mesh_in_words = f"hsdp, {replicas} × {shards} processes (replicas × shards of each)"
     if replicas == 1:
         expected = "at least 2 replicas, one for each node: with 1 there is nothing to replicate"
-        yield Problem(key, found, expected, "distributed.strategy=fsdp2 shards over all processes")
+        yield Problem(
+            key, mesh_in_words, expected, "distributed.strategy=fsdp2 shards over all processes"
+        )
     elif shards <= 1:
         expected = "at least 2 processes that share a replica: with 1 nothing is sharded"
-        yield Problem(key, found, expected, "distributed.strategy=ddp, which that is")
+        yield Problem(key, mesh_in_words, expected, "distributed.strategy=ddp, which that is")
 
 
 def _fsdp(env: Mapping[str, str]) -> Iterator[Problem]:
@@ -379,7 +381,7 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
         return
     if named_strategy(env) is not None:
         return
-    found = f"{optimizer}, offload_param_device = {parameters}"
+    devices = f"{optimizer}, offload_param_device = {parameters}"
     if "nvme" in (optimizer, parameters):
         expected = "cpu or none: offload to disk is not offered"
     elif stage == "3":
@@ -387,7 +389,7 @@ def _stages(env: Mapping[str, str]) -> Iterator[Problem]:
     else:
         expected = f"none and none: stage {stage} is offered without offload"
     remedy = f"{example('zero3_offload')}, or both none"
-    yield Problem("offload_optimizer_device", found, expected, remedy)
+    yield Problem("offload_optimizer_device", devices, expected, remedy)
 
 
 def side(env: Mapping[str, str], kind: str) -> int:

@@ -84,9 +84,9 @@ class Meeting(Gathering):
         """Return rank 0's body on every rank."""
         topic = f"broadcast-{next(self._said)}"
         if self.rank:
-            heard = self._heard(topic)
+            received = self._heard(topic)
             self._store.set(f"{topic}/{self.rank}", "read")
-            return heard
+            return received
         self._store.set(topic, body.hex())
         # The store may run in rank 0's process, and would end with it.
         self._store.wait([f"{topic}/{rank}" for rank in range(1, self.world_size)])

@@ -44,10 +44,10 @@ def blocks_of_stages(costs: Sequence[float], first: float, last: float, stages: 
         ends = range(stage + 1, count - (stages - 1 - stage) + 1)
         best = {
             end: min(
-                (max(slowest, own), squares + own**2, (*cuts, end))
+                (max(slowest, stage_cost), squares + stage_cost**2, (*cuts, end))
                 for begin, (slowest, squares, cuts) in best.items()
                 if begin < end
-                for own in [cost(stage, begin, end)]
+                for stage_cost in [cost(stage, begin, end)]
             )
             for end in ends
         }

@@ -232,21 +232,24 @@ def memory(
     micro, cast = layout.micro_batch_size, sum(map(_cast, places))
     resident = 0 if layout.strategy in OFFLOADS else 1
     plans = []
-    for place, own in enumerate(places):  # one, unless the model is cut into stages
-        states = model_states(own, layout.strategy, work.precision, hardware)
+    for place, model_part in enumerate(places):  # one, unless the model is cut into stages
+        states = model_states(model_part, layout.strategy, work.precision, hardware)
         last = place == len(places) - 1
-        head, gradient = head_bytes(own, saved, work, layout, cut.sequence) if last else (0, 0)
+        head, gradient = (
+            head_bytes(model_part, saved, work, layout, cut.sequence) if last else (0, 0)
+        )
         # Recomputed activations are needed only when the head's memory is free again; a tied head's
         # gradient waits for that of the embedding.
         recomputed = micro * saved.recomputed // cut.sequence
-        again = max(0, recomputed - head + (gradient if own.tied else 0))
-        casts = saved.casts * _cast(own) // max(cast, 1)
+        again = max(0, recomputed - head + (gradient if model_part.tied else 0))
+        casts = saved.casts * _cast(model_part) // max(cast, 1)
         parts = {
-            "parameters": resident * states.parameters + own.buffers,
+            "parameters": resident * states.parameters + model_part.buffers,
             "gradients": resident * states.gradients * (3 if work.same_bits else 1),
             "optimizer": resident * states.optimizer,
-            "working": _working(own, casts, work, layout, cut),
-            "activations": kept_bytes(own, place, saved, work, layout, cut, shape.blocks) + again,
+            "working": _working(model_part, casts, work, layout, cut),
+            "activations": kept_bytes(model_part, place, saved, work, layout, cut, shape.blocks)
+            + again,
             "head": head,
         }
         parts["reserve"] = _reserve(sum(parts.values()), layout.strategy, hardware)
@@ -261,7 +264,7 @@ def _cast(shape: ModelShape) -> int:
 
 
 def kept_bytes(
-    own: ModelShape,
+    model_part: ModelShape,
     place: int,
     saved: Saved,
     work: Work,
@@ -271,23 +274,23 @@ def kept_bytes(
 ) -> int:
     """Return the bytes that forwards keep for their backwards on a device.
 
-    own: what the device holds of a model of so many blocks, at this place of its pipeline
+    model_part: what the device holds of a model of so many blocks, at this place of its pipeline
 
     In a pipeline a device keeps several forwards of its blocks, and has a buffer for what each
     micro-batch of a step brings from its neighbour.
     """
     micro = layout.micro_batch_size
     if cut.pipeline == 1:
-        kept = saved.blocks + saved.once
+        row_bytes = saved.blocks + saved.once
         if cut.sequence > 1 and layout.activation_checkpointing == "none":
             # Attention keeps the result of its heads, and a block the one of all that comes back.
-            kept += work.seq_len * own.attention * _compute_bytes(work.precision)
-        return micro * kept // cut.sequence
+            row_bytes += work.seq_len * model_part.attention * _compute_bytes(work.precision)
+        return micro * row_bytes // cut.sequence
     passes = held_passes(place, layout.accumulation, cut, work.pipeline_schedule)
-    of_blocks = saved.blocks * own.blocks // max(blocks, 1) // cut.stages
+    of_blocks = saved.blocks * model_part.blocks // max(blocks, 1) // cut.stages
     ends = saved.once if place in (0, cut.pipeline - 1) else 0
     tokens = micro * work.seq_len // cut.sequence
-    buffers = layout.accumulation * tokens * own.hidden * _compute_bytes(work.precision)
+    buffers = layout.accumulation * tokens * model_part.hidden * _compute_bytes(work.precision)
     return passes * micro * (of_blocks + ends) // cut.sequence + buffers
 
 

@@ -177,7 +177,7 @@ def across_nodes(
     cut, local = hardware.cut, hardware.devices_per_node
     if tensor_inside(hardware):
         return None
-    found = f"distributed.tensor_parallel = {cut.tensor} crosses nodes of {local}"
+    cost = f"distributed.tensor_parallel = {cut.tensor} crosses nodes of {local}"
     machine = None if hardware.cpu else machine_of(hardware.device)
     if machine is not None:
         far, near = (
@@ -185,14 +185,14 @@ def across_nodes(
             for one in (machine, replace(machine, across=machine.inside))
         )
         compute = step_time(shape, work, layout, hardware, machine).compute
-        found += (
+        cost += (
             f": its sums take {far:.2g} s of a step by the formula, {near:.2g} s inside a node, "
             f"beside {compute:.2g} s of arithmetic"
         )
     else:
-        found += ": four sums of activations a block and micro-batch go over the network"
+        cost += ": four sums of activations a block and micro-batch go over the network"
     most = max(size for size in range(1, local + 1) if local % size == 0 and size < cut.tensor)
-    return found, f"distributed.tensor_parallel={most}, with distributed.pipeline_parallel"
+    return cost, f"distributed.tensor_parallel={most}, with distributed.pipeline_parallel"
 
 
 def _width(work: Work) -> int:

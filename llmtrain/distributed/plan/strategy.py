@@ -89,14 +89,14 @@ def remedy(
     if planned.total_bytes <= hardware.device_bytes:
         return f"a host with {_whole_gib(planned.host_bytes)} GiB of memory for each node"
     for words, changed in _other_layouts(layout, recomputes=shape.recomputes):
-        kept = count(arithmetic, changed.activation_checkpointing, tensor)
-        if fits(kept, work, changed, hardware):
+        recounted = count(arithmetic, changed.activation_checkpointing, tensor)
+        if fits(recounted, work, changed, hardware):
             return words
     for words, changed, smaller in _other_cuts(work, layout, hardware):
         known = (work, changed, smaller)  # first what needs no count: it takes half a second
         if fits(Saved(0, 0, 0, 0), *known) and cuts(smaller.cut):
-            kept = count(arithmetic, layout.activation_checkpointing, smaller.cut.tensor)
-            if fits(kept, *known):
+            recounted = count(arithmetic, layout.activation_checkpointing, smaller.cut.tensor)
+            if fits(recounted, *known):
                 return words
     length = work.seq_len // 2
     while length >= _SHORTEST:
@@ -243,11 +243,11 @@ def choose_strategy(
     """
     steps = possible(shape, work, hardware, allowed)
     by_strategy = [list(_candidates(name, shape, count, work, hardware, cuts)) for name in steps]
-    fitting = [one for found in by_strategy for one in found if one.fits]
+    fitting = [one for layouts in by_strategy for one in layouts if one.fits]
     pool = [one for one in fitting if one.layout.strategy not in OFFLOADS] or fitting
     chosen = _fastest(pool)
     candidates = tuple(
-        chosen if chosen in found else _best(found) for found in by_strategy if found
+        chosen if chosen in layouts else _best(layouts) for layouts in by_strategy if layouts
     )
     return Choice(chosen, _reason(chosen, candidates, hardware), candidates)
 

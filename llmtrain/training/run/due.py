@@ -147,7 +147,7 @@ def agreed_stop(ranks: Ranks, flags: Flags) -> tuple[str, ...]:
 
     For use outside a step, whose own reduction shares the flags.
     """
-    said = flags._asdict()
-    levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if said[reason]]
+    is_set = flags._asdict()
+    levels = [len(STOPS) - k for k, reason in enumerate(STOPS) if is_set[reason]]
     highest = ranks.highest(max(levels, default=0))
     return (STOPS[-highest],) if highest else ()

@@ -110,8 +110,8 @@ class Journal:
         facts = ", ".join(f"{key} {value}" for key, value in detail.items())
         named = {"step": step, "event": name}
         plain = plain_line("event", named | detail | named)
-        said = f": {facts}" if facts else ""
-        _log.info("%s at step %d%s", name.replace("_", " "), step, said, extra={"plain": plain})
+        suffix = f": {facts}" if facts else ""
+        _log.info("%s at step %d%s", name.replace("_", " "), step, suffix, extra={"plain": plain})
 
     def check_lock(self) -> None:
         """Raise RunError (75) at rank 0 if another process has the run directory now."""
@@ -206,8 +206,8 @@ class Journal:
                 if refused and self._ended_before is not None:
                     put_back_status(self.run_dir, self._ended_before)
                 else:
-                    told = self._untold | end | {"step": self.step}
-                    write_status(self.run_dir, self._said, **told)
+                    fields = self._untold | end | {"step": self.step}
+                    write_status(self.run_dir, self._said, **fields)
         self.exit_code = exit_code
         self.progress.close()  # after the status is written: the terminal may take no output
         # Not in `close`: accelerate's trackers use its process state. Once our process group is
@@ -316,21 +316,21 @@ class RunLog:
             self.journal.event("nothing_to_train", step, reason=reason)
         self._reported_end = True
 
-    def evaluation(self, step: int, found: Evaluation | None) -> None:
-        """Log an evaluation. found: None = a stop interrupted it, and it stays due."""
-        if found is None:
+    def evaluation(self, step: int, result: Evaluation | None) -> None:
+        """Log an evaluation. result: None = a stop interrupted it, and it stays due."""
+        if result is None:
             self.journal.event("evaluation_cut_off", step)
             return
         self._report_graphs(step, expected=not self._evaluated)
         self._evaluated = True
-        loss = found.loss if math.isfinite(found.loss) else None
+        loss = result.loss if math.isfinite(result.loss) else None
         before = self.last_evaluation["best"] if self.last_evaluation else None
         lower = loss is not None and (before is None or loss < before)
         self.due.record_evaluation(step, lower=lower)
         best = loss if lower else before
         self.last_evaluation = {"step": step, "loss": loss, "best": best}
-        each = {f"heldout/{label}": one for label, one in found.sources.items()}
-        for split, one in {"heldout": found, **each}.items():
+        each = {f"heldout/{label}": one for label, one in result.sources.items()}
+        for split, one in {"heldout": result, **each}.items():
             fields = {"split": split, **asdict(one)}
             del fields["sources"]  # they have lines of their own
             fields |= fields.pop("pairs") or {}

@@ -40,7 +40,7 @@ _SMALL_BATCH = 4  # blocks: smaller ones are noisy, more epochs are better
 def open_data(
     config: Config,
     processes: Processes,
-    found: ResumePoint | None,
+    resume_point: ResumePoint | None,
     stack: ExitStack,
     stop: Stopping,
 ) -> DataSide:
@@ -54,7 +54,7 @@ def open_data(
     by_default = 1 if processes.launched.device.type == "cuda" else 0
     workers = by_default if config.data.workers == "auto" else config.data.workers
     lanes_for = layout.data_size * max(1, workers)
-    saved = DataState.from_json(found.state["data"]) if found else None
+    saved = DataState.from_json(resume_point.state["data"]) if resume_point else None
     base = processes.base
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, base, saved, stop))
     manifest, encoder = agreed(ranks, lambda: _checked_data(config, run_dir))
@@ -62,9 +62,9 @@ def open_data(
     agreed(ranks, lambda: check(before, manifest, config.checkpoint.accept_changes))
     changed = tuple(differing(before, manifest))
     state = carry_over(before, manifest) if changed else before
-    if found:
-        state = replace(state, next_block=config.training.batch.until(found.step))
-        if tuple(found.state["weights"]) != manifest.weights:
+    if resume_point:
+        state = replace(state, next_block=config.training.batch.until(resume_point.step))
+        if tuple(resume_point.state["weights"]) != manifest.weights:
             state = replace(state, weights_from=state.next_block)
     _warn_of_lanes(config, manifest, layout.data_size, workers)
     reading = reading_of(data_settings(config), run_dir, stop)
@@ -82,12 +82,16 @@ def open_data(
         encoder=encoder,
     )
     stack.enter_context(closing(stream))
-    ended = bool(found and found.state["ended"] and not changed)
+    ended = bool(resume_point and resume_point.state["ended"] and not changed)
     return DataSide(manifest, encoder, held, stream, state, changed, ended, manifest.answers)
 
 
 def with_steps(
-    config: Config, processes: Processes, data: DataSide, found: ResumePoint | None, stop: Stopping
+    config: Config,
+    processes: Processes,
+    data: DataSide,
+    resume_point: ResumePoint | None,
+    stop: Stopping,
 ) -> Config:
     """Return the config with `training.epochs`, if set, converted to `training.steps`.
 
@@ -100,16 +104,16 @@ def with_steps(
         counted = auto.epoch
         if counted is None or counted.get("data") != data.manifest.fingerprint:
             reading = reading_of(data_settings(config), config.run_dir, stop)
-            found_here = from_rank_zero(
+            epoch_fields = from_rank_zero(
                 ranks, lambda: asdict(epoch(data.manifest, data.encoder, reading, (), data.state))
             )
-            auto.epoch = counted = {"data": data.manifest.fingerprint, **found_here}
+            auto.epoch = counted = {"data": data.manifest.fingerprint, **epoch_fields}
         steps = _steps_of(training, counted)
         how = "exactly" if counted["exact"] else "estimated"
         _log.info("%g epochs are %s steps (%s)", training.epochs, f"{steps:,}", how)
         training = training.model_copy(update={"steps": steps})
         config = config.model_copy(update={"training": training})
-    agreed(ranks, lambda: _check_length(config, auto.epoch or {}, found))
+    agreed(ranks, lambda: _check_length(config, auto.epoch or {}, resume_point))
     return config
 
 
@@ -181,12 +185,15 @@ def few_steps(
     return FewSteps(steps, round(tokens), epochs, " ".join(changes))
 
 
-def _check_length(config: Config, counted: JsonMapping, found: ResumePoint | None) -> None:
+def _check_length(config: Config, counted: JsonMapping, resume_point: ResumePoint | None) -> None:
     """Raise UserError for a run that has made more steps, or ends before its first document."""
     steps, epochs = config.total_steps, config.training.epochs
-    if found:
-        if found.step > steps:
-            expected = f"at least {found.step} steps, as {found.name} has done (these are {steps})"
+    if resume_point:
+        if resume_point.step > steps:
+            expected = (
+                f"at least {resume_point.step} steps, as {resume_point.name} has done "
+                f"(these are {steps})"
+            )
             if epochs is None:
                 raise UserError(Problem("training.steps", steps, expected))
             raise UserError(Problem("training.epochs", f"{epochs:g}", expected))

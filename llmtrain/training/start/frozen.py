@@ -101,22 +101,22 @@ def decide_kernels(config: schema.Config) -> Kernels:
 def check_kernels(kernels: Kernels) -> None:
     """Raise UserError for settings that this machine cannot have, whoever chose them."""
     cpu = on_cpu()
-    found = [
+    problems = [
         *attention.kernel_problems(kernels.attention, cpu=cpu),
         *(compiling.problems(kernels.compiled, cpu=cpu) if kernels.compiled else ()),
     ]
     began = f"; {AUTO} has it from an earlier start: {{}}"
-    found = [
+    problems = [
         replace(one, remedy=one.remedy + began.format(way_out(one.key)))
         if one.key in kernels.began_with
         else one
-        for one in found
+        for one in problems
     ]
     workspace = os.environ.get(_WORKSPACE, _WORKSPACES[0])
     if kernels.deterministic and workspace not in _WORKSPACES:
         expected = f"{' or '.join(_WORKSPACES)} with training.deterministic"
-        found.append(Problem(_WORKSPACE, workspace, expected, f"unset {_WORKSPACE}"))
-    raise_any(found)
+        problems.append(Problem(_WORKSPACE, workspace, expected, f"unset {_WORKSPACE}"))
+    raise_any(problems)
 
 
 @contextmanager
@@ -162,8 +162,8 @@ def decide_compile(config: schema.Config, processes: Processes, *, document_mask
             mode = "off" if launched.ranks.highest(int(bool(missing))) else "blocks"
         processes.auto.compile = mode
     cpu = launched.device.type == "cpu"
-    found = tuple(compiling.problems(mode, cpu=cpu, document_mask=document_mask))
-    agreed(launched.ranks, lambda: raise_any(found))
+    problems = tuple(compiling.problems(mode, cpu=cpu, document_mask=document_mask))
+    agreed(launched.ranks, lambda: raise_any(problems))
     return mode
 
 
@@ -186,25 +186,27 @@ def asked_kernel(training: schema.TrainingConfig, run_dir: Path | None) -> str:
 
 
 def choose_kernel(
-    asked: str, found: Head | str, precision: str, z_loss: float
+    asked: str, head_or_reason: Head | str, precision: str, z_loss: float
 ) -> tuple[str, Head | None]:
     """Return the kernel, and the head that it computes the loss of; None for logits.
 
-    found: what `examine` returns for the model
+    head_or_reason: what `examine` returns for the model
 
     Raises UserError for a kernel that cannot compute this model's loss.
     """
     if asked == "logits":
         return "logits", None
-    if isinstance(found, str):
+    if isinstance(head_or_reason, str):
         if asked != "auto":
-            expected = f"logits or auto: the loss of this model needs its logits, as {found}"
+            expected = (
+                f"logits or auto: the loss of this model needs its logits, as {head_or_reason}"
+            )
             raise UserError(Problem(LOSS_KERNEL_KEY, asked, expected))
-        _log.info("loss: from the model's logits, as %s", found)
+        _log.info("loss: from the model's logits, as %s", head_or_reason)
         return "logits", None
-    if asked == "torch" and (reason := _why_not_torch(found, precision, z_loss)):
+    if asked == "torch" and (reason := _why_not_torch(head_or_reason, precision, z_loss)):
         raise UserError(Problem(LOSS_KERNEL_KEY, asked, f"chunked, logits or auto: {reason}"))
-    return "chunked" if asked == "auto" else asked, found
+    return "chunked" if asked == "auto" else asked, head_or_reason
 
 
 def _why_not_torch(head: Head, precision: str, z_loss: float) -> str:
@@ -218,8 +220,8 @@ def _why_not_torch(head: Head, precision: str, z_loss: float) -> str:
     )
     labels = torch.arange(64)
     exact = F.cross_entropy(F.linear(hidden.double(), weight.double()), labels, reduction="sum")
-    found = F.linear_cross_entropy(hidden, weight, labels, reduction="sum")
-    wrong = abs(float(found) / float(exact) - 1)
+    computed = F.linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    wrong = abs(float(computed) / float(exact) - 1)
     if wrong <= _WITHIN[precision]:
         return ""
     return f"in {precision} torch's kernel is wrong by {wrong:.0e} of the loss"
@@ -288,18 +290,18 @@ def named_tokenizer(named: str, base: Base | None) -> tuple[str, str | None]:
     return named, None
 
 
-def check_base(config: schema.Config, base: Base | None, found: ResumePoint) -> None:
+def check_base(config: schema.Config, base: Base | None, resume_point: ResumePoint) -> None:
     """Refuse a base other than that on which a checkpoint's adapter was trained.
 
     In a run without adapters, refuse a checkpoint of adapters.
     """
-    beside = found.path / trainable.BASE_FILE
+    beside = resume_point.path / trainable.BASE_FILE
     if not beside.is_file():
         return
     if config.adapter.kind == "none" or base is None:
-        read.refuse_adapters(found, [untrusted.ADAPTER_CONFIG])
+        read.refuse_adapters(resume_point, [untrusted.ADAPTER_CONFIG])
     else:
-        trainable.refuse_other_base(beside.read_bytes(), base, found.name)
+        trainable.refuse_other_base(beside.read_bytes(), base, resume_point.name)
 
 
 def adapter_files(
@@ -342,15 +344,15 @@ def decide_base(model: schema.ModelConfig, run_dir: Path, ranks: Ranks) -> Base 
 
 def known_base(model: schema.ModelConfig, run_dir: Path) -> Base:
     """Return the base that an earlier start of a run has kept, else what `model.from` names now."""
-    kept = FrozenChoices(run_dir, "").base
-    same = kept is not None and kept.get("asked") == _asked_for(model)
+    frozen = FrozenChoices(run_dir, "").base
+    same = frozen is not None and frozen.get("asked") == _asked_for(model)
     return (kept_base(run_dir) if same else None) or find_base(model)
 
 
 def kept_base(run_dir: Path) -> Base | None:
     """Return what a run began with; None if it began without weights."""
-    kept = FrozenChoices(run_dir, "").base
-    return Base(kept["path"], kept["revision"], kept["digest"]) if kept else None
+    frozen = FrozenChoices(run_dir, "").base
+    return Base(frozen["path"], frozen["revision"], frozen["digest"]) if frozen else None
 
 
 def keep_base(auto: FrozenChoices, model: schema.ModelConfig, base: Base) -> None:
@@ -390,8 +392,8 @@ def find_base(model: schema.ModelConfig) -> Base:
 
 def check_unchanged(base: Base) -> None:
     """Raise UserError if a base is a directory that is gone, or has other weights than it had."""
-    if base.digest is not None and (said := what_changed(base)):
-        expected = f"the weights that this run began with ({base}); that directory {said}"
+    if base.digest is not None and (change := what_changed(base)):
+        expected = f"the weights that this run began with ({base}); that directory {change}"
         remedy = "put them back, or begin in another run.dir"
         raise UserError(Problem(untrusted.KEY, base.path, expected, remedy))
 

@@ -77,22 +77,22 @@ def start_run(config: Config) -> Iterator[Run]:
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
-                found = resuming.find_checkpoint(config, processes, here.place, journal, patience)
+                resumed = resuming.find_checkpoint(config, processes, here.place, journal, patience)
             with stage():
-                data = open_data(config, processes, found, stack, stopping)
-                config = with_steps(config, processes, data, found, stopping)
+                data = open_data(config, processes, resumed, stack, stopping)
+                config = with_steps(config, processes, data, resumed, stopping)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.progress.lasts(config.total_steps, config.training.batch)
             with stage():
-                wanted = find_column(config, processes, data, found)
-                begins = found is None or (wanted is not None and wanted.walks)
-                model = build_model(config, processes, data.manifest, found, begins=begins)
-            run = _assemble(config, here, processes, found, data, model)
+                wanted = find_column(config, processes, data, resumed)
+                begins = resumed is None or (wanted is not None and wanted.walks)
+                model = build_model(config, processes, data.manifest, resumed, begins=begins)
+            run = _assemble(config, here, processes, resumed, data, model)
             with stage():
                 run = with_reference(run, wanted)
-            if found:
+            if resumed:
                 with stage():
-                    resuming.load_state(processes, model, found, patience)
+                    resuming.load_state(processes, model, resumed, patience)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run)
             report_changes(run, here.place)
@@ -152,11 +152,11 @@ def _assemble(
     config: Config,
     here: Here,
     processes: Processes,
-    found: ResumePoint | None,
+    resume_point: ResumePoint | None,
     data: DataSide,
     model: ModelSide,
 ) -> Run:
-    saved, first = (found.state, found.step) if found else ({}, 0)
+    saved, first = (resume_point.state, resume_point.step) if resume_point else ({}, 0)
     launched, journal, evaluation = processes.launched, here.journal, saved.get("evaluation")
     due = Due(
         steps=config.total_steps,
@@ -175,7 +175,7 @@ def _assemble(
     of_a_step = config.training.batch, launched.layout.data_size
     return Run(
         config=config,
-        found=found,
+        found=resume_point,
         first_step=first,
         processes=processes,
         data=data,

@@ -100,14 +100,14 @@ def describe(
     Raises UserError for a model or tokenizer that cannot be read, and for far more blocks than
     `hardware` could hold; RunError (75) if the Hub does not answer.
     """
-    found = config_of_newest_checkpoint(config, run_dir)
-    if found is None:
+    described = config_of_newest_checkpoint(config, run_dir)
+    if described is None:
         if config.model.from_ and base is None:
             base = frozen.find_base(config.model)
         special = tokens_of(config, run_dir, base)
         how = {"scores": config.preference.scores}
-        found = model_config(config.model, special, config.data.seq_len, base, **how)
-    _check_depth(found, hardware)
+        described = model_config(config.model, special, config.data.seq_len, base, **how)
+    _check_depth(described, hardware)
     begun = run_dir if run_dir is not None and _has_begun(run_dir) else None
     tokens = frozen.trained_tokens(config, base, begun / contents.TOKENIZER if begun else None)
     adapter = frozen.resolve_adapter(config, FrozenChoices(begun, "")) if begun else config.adapter
@@ -115,13 +115,15 @@ def describe(
 
     def count(arithmetic: str, checkpointing: str, tensor: int = 1) -> Saved:
         seq_len = config.data.seq_len
-        return count_saved(found, seq_len, arithmetic, checkpointing, *asked, tensor)
+        return count_saved(described, seq_len, arithmetic, checkpointing, *asked, tensor)
 
     def cuts(cut: ModelCut) -> bool:
-        return not list(cut_problems(config, found, cut))
+        return not list(cut_problems(config, described, cut))
 
     updates = partial(algorithms, config.optimizer)
-    return PaperModel(found, describe_parameters(found, *asked, updates=updates), count, cuts)
+    return PaperModel(
+        described, describe_parameters(described, *asked, updates=updates), count, cuts
+    )
 
 
 def _check_depth(model_config: PreTrainedConfig, hardware: memory.Hardware) -> None:
@@ -283,8 +285,8 @@ def cut_problems(
     if cut.sequence > 1:
         yield from sequence.problems(config, model_config, cut)
     if cut.pipeline > 1:
-        yield from (found := list(pipeline.problems(config, model_config, cut)))
-        if not found:
+        yield from (problems := list(pipeline.problems(config, model_config, cut)))
+        if not problems:
             yield from stage_problems(model_config, cut)
 
 
@@ -411,8 +413,8 @@ def config_of_newest_checkpoint(config: Config, run_dir: Path | None) -> PreTrai
             if not is_foreign(root / name, run_id):
                 return stored_config(root / name)
         except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-            said = "the model's config in %s is not what memory is planned by: %s"
-            _log.warning(said, name, first_line(error))
+            message = "the model's config in %s is not what memory is planned by: %s"
+            _log.warning(message, name, first_line(error))
     return None
 
 

@@ -64,8 +64,8 @@ def prepare(
     """
     _take_over(run_dir)
     if not (run_dir / MANIFEST).exists():
-        found = survey.survey(data_settings(config), processes, run_dir, stop=stop)
-        write_data(config, found, run_dir, base)
+        surveyed = survey.survey(data_settings(config), processes, run_dir, stop=stop)
+        write_data(config, surveyed, run_dir, base)
         return
     changed = accepted_changes(config, run_dir)
     if not changed:
@@ -74,14 +74,14 @@ def prepare(
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST)["lanes"]
-    found = survey.survey(data_settings(config), processes, run_dir, lanes, stop)
+    surveyed = survey.survey(data_settings(config), processes, run_dir, lanes, stop)
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if not any(key.startswith(("model.", "chat.template")) for key in changed):
         shutil.copytree(run_dir / TOKENIZER, partial / TOKENIZER)
     chat = manifests.glance(run_dir / MANIFEST).get("chat")
-    write_data(config, found, partial, base, chat and chat["settings"]["date"])
+    write_data(config, surveyed, partial, base, chat and chat["settings"]["date"])
     if saved is not None:
         check(saved, load_manifest(config, partial), config.checkpoint.accept_changes)
     partial.rename(run_dir / STAGED)
@@ -90,7 +90,7 @@ def prepare(
 
 def write_data(
     config: Config,
-    found: survey.Survey,
+    surveyed: survey.Survey,
     directory: Path,
     base: Base | None,
     date: str | None = None,
@@ -99,11 +99,11 @@ def write_data(
 
     date: that of the run, for chat templates; None = now
     """
-    make_tokenizer(config, found, directory / TOKENIZER, base)
-    documents = survey.some_texts(found, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
+    make_tokenizer(config, surveyed, directory / TOKENIZER, base)
+    documents = survey.some_texts(surveyed, _COMPARED_DOCUMENTS, _COMPARED_BYTES)
     tokenizer = tokenizers.choose_tokenizer(directory / TOKENIZER, documents)
     facts, apart = None, False
-    if found.has_chat:
+    if surveyed.has_chat:
         settings = settings_of(config.chat, date or datetime.now().isoformat(timespec="seconds"))
         place = directory / TOKENIZER
         tokenizer, chat = _open_chat(place, settings, config.data.seq_len, tokenizer)
@@ -111,38 +111,38 @@ def write_data(
         _tell_of_template(facts.end_of_turn or {})
         why = _why_apart(config, place, base) if config.data.packing == "auto" else ""
         apart = bool(why) or config.data.packing == "single"
-        if apart and found.settings.preference.answers:
+        if apart and surveyed.settings.preference.answers:
             raise_any(survey.uneven(config.data.seq_len))
         encoder = DocumentEncoder(tokenizer, chat, apart)
-        rows = first_rows.check_first_rows(found, encoder)
+        rows = first_rows.check_first_rows(surveyed, encoder)
         # Name what the rows of conversations have and nobody reads, once for a run.
-        reader = Reader(found.reading)
-        for source in found.sources:
-            if counts := first_rows.count_unread(source, found.settings.seed, reader, encoder):
+        reader = Reader(surveyed.reading)
+        for source in surveyed.sources:
+            if counts := first_rows.count_unread(source, surveyed.settings.seed, reader, encoder):
                 _log.warning(
                     "%s: nobody reads these keys of its first %d rows (in how many): %s",
                     *(source.label, first_rows.FIRST, first_rows.describe_unread(counts)),
                 )
-        what = _ROWS[found.settings.preference.answers]
+        what = _ROWS[surveyed.settings.preference.answers]
         if rows:
             shown = first_rows.with_marks(rows[0], tokenizer)
             _log.info("the first %s, trained in ⟦⟧: %s", what, shown)
         if why:
             filled = 100 * first_rows.share_filled(rows, config.data.seq_len)
-            said = "packing: single, as %s; %ss fill %.0f %% of a block, and rows are cut to the"
-            _log.info(f"{said} longest of a micro-batch", why, what, filled)
-    manifest = survey.freeze(found, tokenizer, facts, apart=apart)
+            message = "packing: single, as %s; %ss fill %.0f %% of a block, and rows are cut to the"
+            _log.info(f"{message} longest of a micro-batch", why, what, filled)
+    manifest = survey.freeze(surveyed, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
 
 def _tell_of_template(end: JsonMapping) -> None:
     """Log what the template puts between a prompt and an answer. end: `ChatFacts.end_of_turn`"""
     if end.get("lead"):
-        said = "the template puts %r before an answer: it ends every prompt and is not trained"
-        _log.info(said, end["lead"])
+        message = "the template puts %r before an answer: it ends every prompt and is not trained"
+        _log.info(message, end["lead"])
     if end.get("header"):
-        said = "the template puts %r before an answer: it is trained like the answer"
-        _log.info(said, end["header"])
+        message = "the template puts %r before an answer: it is trained like the answer"
+        _log.info(message, end["header"])
 
 
 def _why_apart(config: Config, tokenizer: Path, base: Base | None) -> str:
@@ -207,7 +207,7 @@ def load_manifest(config: Config, run_dir: Path) -> DataManifest:
 
 
 def make_tokenizer(
-    config: Config, found: survey.Survey, directory: Path, base: Base | None
+    config: Config, surveyed: survey.Survey, directory: Path, base: Base | None
 ) -> None:
     """Write the run's tokenizer directory, with its chat template, completely or not at all.
 
@@ -223,7 +223,7 @@ def make_tokenizer(
         _log.info("training a tokenizer of %d entries on the training documents", asked.train)
         start = time.perf_counter()
         text = tokenizers.train_bpe(
-            survey.training_texts(found, _TOKENIZER_TEXT_BYTES), asked.train
+            survey.training_texts(surveyed, _TOKENIZER_TEXT_BYTES), asked.train
         )
         (partial / "tokenizer.json").write_text(text, "utf-8")
         (partial / "tokenizer_config.json").write_text(tokenizers.tokenizer_config(), "utf-8")

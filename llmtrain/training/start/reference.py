@@ -63,7 +63,7 @@ class Wanted:
 
 
 def find_column(
-    config: Config, processes: Processes, data: DataSide, found: ResumePoint | None
+    config: Config, processes: Processes, data: DataSide, resume_point: ResumePoint | None
 ) -> Wanted | None:
     """Return what is known of the reference; None for a loss without one. Collective.
 
@@ -74,7 +74,7 @@ def find_column(
         return None
     ranks, path = processes.launched.ranks, config.run_dir / contents.REFERENCE
     made_with = _made_with(config, processes, data)
-    on_rank_zero(ranks, lambda: _settle(config, path, made_with, found))
+    on_rank_zero(ranks, lambda: _settle(config, path, made_with, resume_point))
     here = agreed(ranks, lambda: reference.load(path) if path.exists() else None)
     column = reference.empty(made_with) if here is None else here
     return Wanted(column, not _has_enough(column, config, data))
@@ -112,10 +112,13 @@ def _made_with(config: Config, processes: Processes, data: DataSide) -> JsonMapp
     }
 
 
-def _settle(config: Config, path: Path, made_with: JsonMapping, found: ResumePoint | None) -> None:
+def _settle(
+    config: Config, path: Path, made_with: JsonMapping, resume_point: ResumePoint | None
+) -> None:
     """Leave the column of this run at `path`, or nothing (rank 0)."""
     accepted = is_accepted(KEY, config.checkpoint.accept_changes)
-    digest = found.state.get("reference") if found else None  # a loss before may have had none
+    # A loss before may have had none.
+    digest = resume_point.state.get("reference") if resume_point else None
     if path.exists():
         try:
             column = reference.load(path)
@@ -196,8 +199,8 @@ def with_reference(run: Run, wanted: Wanted | None) -> Run:
     on_rank_zero(run.ranks, join)
     column = agreed(run.ranks, lambda: reference.load(path))
     new, seconds = len(column) - len(wanted.column), time.perf_counter() - began
-    said = f"{len(column):,} pairs, {new:,} of them new"
-    _log.info("reference %s: %d forwards on this process, %.1f s", said, made.forwards, seconds)
+    summary = f"{len(column):,} pairs, {new:,} of them new"
+    _log.info("reference %s: %d forwards on this process, %.1f s", summary, made.forwards, seconds)
     mean = made.pairs / made.blocks if made.blocks else 0.0
     column = replace(column, seconds=seconds, pairs_a_block=mean)
     return replace(run, data=replace(run.data, reference=column))
@@ -214,7 +217,7 @@ def _read_parts(parts: Path, column: Column) -> tuple[list[Column], int]:
     for path in parts.iterdir():
         if name := _PART.fullmatch(path.name):
             written.setdefault((int(name[1]), int(name[2])), []).append(path)
-    found: list[Column] = []
+    columns: list[Column] = []
     for (_, count), paths in sorted(written.items()):
         try:
             of_all = [reference.load(path) for path in sorted(paths)]
@@ -222,8 +225,8 @@ def _read_parts(parts: Path, column: Column) -> tuple[list[Column], int]:
             _log.warning("a part of the reference is left out: %s", error)
             continue
         if len(of_all) == count and all(one.made_with == column.made_with for one in of_all):
-            found += of_all
-    return found, max((done for done, _ in written), default=0)
+            columns += of_all
+    return columns, max((done for done, _ in written), default=0)
 
 
 @dataclass(slots=True)

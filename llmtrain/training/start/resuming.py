@@ -47,7 +47,7 @@ def find_checkpoint(
         _log.info("run       %s: a new run, as checkpoint.resume = never asks", config.run_dir)
         return None
     start = time.perf_counter()
-    found = read.find(
+    resume_point = read.find(
         root,
         processes.run_id,
         ranks,
@@ -57,27 +57,27 @@ def find_checkpoint(
         log=lambda event, detail: journal.event(event, 0, **detail),
         patience=patience,
     )
-    agreed(ranks, lambda: _refuse_other(found, config, processes.bound, place))
-    if found is None:
+    agreed(ranks, lambda: _refuse_other(resume_point, config, processes.bound, place))
+    if resume_point is None:
         if place.begun:
             journal.event("begun_again", 0, reason="no checkpoint was committed before")
         _log.info("run       %s: a new run", config.run_dir)
         return None
     known = form.step_of(place.checkpoint) if place.checkpoint else None
-    if known and known > found.step and resume == "auto":  # older than the record names
-        missing = {"checkpoint": place.checkpoint, "used": found.name}
-        journal.event("checkpoint_missing", found.step, **missing)
+    if known and known > resume_point.step and resume == "auto":  # older than the record names
+        missing = {"checkpoint": place.checkpoint, "used": resume_point.name}
+        journal.event("checkpoint_missing", resume_point.step, **missing)
     seconds = time.perf_counter() - start
     why = "the newest valid one" if resume == "auto" else f"as checkpoint.resume = {resume} asks"
     _log.info(
         "run       %s: resuming at step %s from %s, %s (verified in %.1f s)",
-        *(config.run_dir, f"{found.step:,}", found.name, why, seconds),
+        *(config.run_dir, f"{resume_point.step:,}", resume_point.name, why, seconds),
     )
-    return found
+    return resume_point
 
 
 def load_state(
-    processes: Processes, model: ModelSide, found: ResumePoint, patience: Patience
+    processes: Processes, model: ModelSide, resume_point: ResumePoint, patience: Patience
 ) -> None:
     """Load the weights and the optimizer state of the checkpoint.
 
@@ -87,8 +87,8 @@ def load_state(
     system.beat("loading the checkpoint")
     engine = processes.launched.engine
     pieces = engine.pieces(model.spec, writing=False)
-    read.load_tensors(found, model.spec, pieces, processes.launched.ranks, patience=patience)
-    engine.finish_loading(found.state["optimizer_steps"])
+    read.load_tensors(resume_point, model.spec, pieces, processes.launched.ranks, patience=patience)
+    engine.finish_loading(resume_point.state["optimizer_steps"])
 
 
 def _clear_away(root: Path, journal: Journal) -> None:
@@ -98,15 +98,15 @@ def _clear_away(root: Path, journal: Journal) -> None:
 
 
 def _refuse_other(
-    found: ResumePoint | None, config: Config, bound: Bound, place: ClaimedRun
+    resume_point: ResumePoint | None, config: Config, bound: Bound, place: ClaimedRun
 ) -> None:
     """Refuse a checkpoint of another config, and none where the record of the run names one.
 
     The former even if config.yaml was lost or changed.
     """
-    if found is not None:
-        changed = changes(found.state["config"], bound.binding)
-        raise_any(refusals(changed, config.checkpoint.accept_changes, f"as in {found.name}"))
+    if resume_point is not None:
+        changed = changes(resume_point.state["config"], bound.binding)
+        raise_any(refusals(changed, config.checkpoint.accept_changes, f"as in {resume_point.name}"))
     elif place.checkpoint is not None:
         root = config.run_dir / contents.CHECKPOINTS
         expected = f"{place.checkpoint}, which the record of the run names"

@@ -169,10 +169,10 @@ def anatomy(config: PreTrainedConfig) -> Anatomy:
             _anatomies[key] = examine(small)
         except CannotCutError as error:  # its text alone: the error would keep the model alive
             _anatomies[key] = str(error)
-    found = _anatomies[key]
-    if isinstance(found, str):
-        raise CannotCutError(found)
-    return found
+    anatomy_or_reason = _anatomies[key]
+    if isinstance(anatomy_or_reason, str):
+        raise CannotCutError(anatomy_or_reason)
+    return anatomy_or_reason
 
 
 def stage_problems(config: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]:

@@ -146,11 +146,11 @@ def why_not_in_parts(
         return f"beyond {original} positions its {kind} rope depends on the length of a document"
     layout, vocabulary = launched.layout, model.config.get_text_config().vocab_size
     size = min(seq_len, max(1, _TOKENS // layout.sequence_size) * layout.sequence_size)
-    ids, own = made_up_batch(2, size, vocabulary, launched.device), layout.positions(size)
+    ids, positions = made_up_batch(2, size, vocabulary, launched.device), layout.positions(size)
     with keeping_buffers(model):
         try:
-            whole = forward(ids)[:, own]
-            part = forward(**in_parts({"input_ids": ids[:, own]}, own))
+            whole = forward(ids)[:, positions]
+            part = forward(**in_parts({"input_ids": ids[:, positions]}, positions))
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if lost_peer(error):
                 raise
@@ -327,12 +327,12 @@ def check_padding(
     wrong, seen = (float((padded - one).abs().max()) for one in (alone, changed))
     equal_within, change_within = _BOUNDS[precision]
     if not (wrong <= equal_within * most and seen <= change_within * most):
-        found = (
+        differences = (
             f"with {model.config.model_type} (attention: {backend(model)}) its logits differ by "
             f"{wrong / most:.1e} of the largest, and by {seen / most:.1e} when the padding changes"
         )
-        _refuse_length(model, seq_len, found)
-        expected = f"a model that does not see padding behind a document: {found}"
+        _refuse_length(model, seq_len, differences)
+        expected = f"a model that does not see padding behind a document: {differences}"
         raise UserError(Problem("data.packing", "single", expected, "another model"))
 
 
@@ -429,8 +429,8 @@ def fitting_micro_batch(trial: Trial, candidates: list[int]) -> int:
 def _pass(trial: Trial, rows: int, *, last: bool) -> None:
     engine, device, seq_len = trial.launched.engine, trial.launched.device, trial.seq_len
     layout = trial.launched.layout
-    own = layout.positions(seq_len)
-    ids = made_up_batch(rows, seq_len, trial.vocabulary, device)[:, own]
+    positions = layout.positions(seq_len)
+    ids = made_up_batch(rows, seq_len, trial.vocabulary, device)[:, positions]
     halves = [np.array([0, seq_len // 2])] * rows
     documents: MicroBatch = {}
     if trial.hiding:
@@ -446,7 +446,7 @@ def _pass(trial: Trial, rows: int, *, last: bool) -> None:
         collections.deque(engine.forward_backward(micro_batches, one), maxlen=0)
         return
     with engine.micro(last=last):
-        loss = trial.model(**(row if layout.sequence_size == 1 else in_parts(row, own)))
+        loss = trial.model(**(row if layout.sequence_size == 1 else in_parts(row, positions)))
         engine.backward(trained_loss(loss), one)
 
 
@@ -461,7 +461,7 @@ def _made_up_pairs(trial: Trial, preference: PreferenceConfig, rows: int) -> Mic
     pairs = Pairs(np.arange(rows), borders, keys, desirable)
     if trial.halves:
         ids, labels = in_halves(ids), in_halves(labels)
-    own, known = trial.launched.layout.positions(labels.shape[1]), np.zeros((rows, 2))
-    asked = pair_tensors(pairs, labels, own, known, preference, device, halves=trial.halves)
-    row: MicroBatch = {"input_ids": ids[:, own].to(device), "pairs": asked}
-    return row | target_keywords(labels[:, own], device, whole=False)
+    positions, known = trial.launched.layout.positions(labels.shape[1]), np.zeros((rows, 2))
+    asked = pair_tensors(pairs, labels, positions, known, preference, device, halves=trial.halves)
+    row: MicroBatch = {"input_ids": ids[:, positions].to(device), "pairs": asked}
+    return row | target_keywords(labels[:, positions], device, whole=False)

@@ -72,7 +72,7 @@ def build_model(
     config: Config,
     processes: Processes,
     data: DataManifest,
-    found: ResumePoint | None,
+    resume_point: ResumePoint | None,
     *,
     begins: bool,
 ) -> ModelSide:
@@ -86,9 +86,9 @@ def build_model(
     launched = processes.launched
     held_before = memory.reset_peak(launched.device)
     compiled = frozen.decide_compile(config, processes, document_mask=data.document_mask)
-    built = _build(config, processes, found, begins=begins)
+    built = _build(config, processes, resume_point, begins=begins)
     if processes.base is not None:
-        on_rank_zero(launched.ranks, lambda: _keep_generation(built, found))
+        on_rank_zero(launched.ranks, lambda: _keep_generation(built, resume_point))
     if data.chat is not None:
         end_turns(built.model, data.chat.ends)
     shape.apply_checkpointing(built.model, processes.planned.layout.activation_checkpointing)
@@ -153,7 +153,7 @@ def end_turns(model: PreTrainedModel, tokens: Sequence[int]) -> None:
         config.eos_token_id = [*ends, *(token for token in tokens if token not in ends)]
 
 
-def _keep_generation(built: Built, found: ResumePoint | None) -> None:
+def _keep_generation(built: Built, resume_point: ResumePoint | None) -> None:
     """Give the model the generation config of what the run began with, which rank 0 saves.
 
     A model that is made from its config alone has none of its end tokens.
@@ -161,7 +161,7 @@ def _keep_generation(built: Built, found: ResumePoint | None) -> None:
     from transformers import GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
-    saved = found.path / GENERATION_CONFIG_NAME if found else None
+    saved = resume_point.path / GENERATION_CONFIG_NAME if resume_point else None
     if saved is not None and saved.is_file():
         built.model.generation_config = GenerationConfig.from_pretrained(saved.parent)
     elif built.full_model is not None:
@@ -169,7 +169,7 @@ def _keep_generation(built: Built, found: ResumePoint | None) -> None:
 
 
 def _build(
-    config: Config, processes: Processes, found: ResumePoint | None, *, begins: bool
+    config: Config, processes: Processes, resume_point: ResumePoint | None, *, begins: bool
 ) -> Built:
     """Build the model from the seed, from `model.from`, or in the form of a checkpoint.
 
@@ -179,10 +179,10 @@ def _build(
     """
     launched, base = processes.launched, processes.base
     ranks, adapted = launched.ranks, config.adapter.kind != "none"
-    if found:
-        on_rank_zero(ranks, lambda: frozen.check_base(config, base, found))
+    if resume_point:
+        on_rank_zero(ranks, lambda: frozen.check_base(config, base, resume_point))
     torch.manual_seed(config.run.seed)
-    described = agreed(ranks, lambda: _describe(config, base, found))
+    described = agreed(ranks, lambda: _describe(config, base, resume_point))
     if launched.groups.sequence is not None:
         small_trials.check_small_parts(described, launched, config.data.seq_len)
     if launched.cut.tensor > 1:
@@ -255,17 +255,19 @@ def _prepare(
     if built.on_meta:
         assert launched.sharding is not None
         module = fsdp.prepare_empty(module, optimizer, launched.sharding)
-        own = launched.engine.cuts, launched.layout.tensor_rank, sent
-        fsdp.share_weights(built.model, built.full_model, launched.device, *own)
+        cuts_and_tensors = launched.engine.cuts, launched.layout.tensor_rank, sent
+        fsdp.share_weights(built.model, built.full_model, launched.device, *cuts_and_tensors)
         if built.full_model:
             built.full_model.to("meta")
     return launched.engine.prepare(module, built.model, optimizer)
 
 
-def _describe(config: Config, base: Base | None, found: ResumePoint | None) -> PreTrainedConfig:
+def _describe(
+    config: Config, base: Base | None, resume_point: ResumePoint | None
+) -> PreTrainedConfig:
     """Return the transformers config of the model."""
-    if found and base and config.adapter.kind == "none":
-        described = build.stored_config(found.path)
+    if resume_point and base and config.adapter.kind == "none":
+        described = build.stored_config(resume_point.path)
     else:
         tokens, scores = (
             special_tokens(config.run_dir / contents.TOKENIZER),
