@@ -23,17 +23,7 @@ from unittest import mock
 
 import harness
 from _trl import compare, contender
-from harness import (
-    SAMPLE,
-    Bench,
-    Contender,
-    apart,
-    config_of,
-    llama,
-    prepared,
-    shared,
-    turns,
-)
+from harness import SAMPLE, Bench, Contender, apart, config_of, llama, prepared, shared, turns
 
 # Nothing heavy here: the parts import what they measure.
 

@@ -17,18 +17,7 @@ from unittest import mock
 
 from _trl_pairs import base_of, contender, same as compare_numbers, speed as compare_speed
 from finetune import walk_epoch
-from harness import (
-    Bench,
-    apart,
-    around,
-    config_of,
-    llama,
-    main,
-    peak_mb,
-    shared,
-    turns,
-    unsaved,
-)
+from harness import Bench, apart, around, config_of, llama, main, peak_mb, shared, turns, unsaved
 
 PAIRS, GPT2, QWEN3 = "preference/train.jsonl", "tokenizers/gpt2", "tokenizers/qwen3"
 TOKENS, HIDDEN, VOCABULARY = 2048, 192, 8192

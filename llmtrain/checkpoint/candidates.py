@@ -87,10 +87,10 @@ def prune(root: Path, policy: CheckpointConfig, run_id: str, resumed_from: str |
 def reasons_to_keep(
     losses: Mapping[int, float | None], policy: CheckpointConfig, resumed_from: str | None
 ) -> dict[int, tuple[str, ...]]:
-    """Return why each checkpoint of a run is kept; `apply` deletes those without a reason.
+    """Return why each checkpoint of a run is kept; `prune` deletes those without a reason.
 
     losses: step → its held-out loss, for all checkpoints of the run
-    resumed_from: as in `apply`
+    resumed_from: as in `prune`
     """
     newest = sorted(losses, reverse=True)[: policy.keep_last]
     best = by_loss(losses)[: policy.keep_best]

@@ -108,7 +108,7 @@ def begin(
     small: file name → bytes of the other files; used on rank 0 only
 
     The tensor files get their space here, so a full disk is noticed now. Collective. An error of a
-    rank is not raised: all ranks return Failed.
+    rank is not raised: all ranks return FailedSave.
     """
     started = time.perf_counter()
     places: Mapping[str, TensorLocation] = {}
@@ -169,9 +169,9 @@ def commit(
 
     error: why this rank has not written its part, or None
 
-    Collective. An error of a rank is not raised: all ranks return Failed. That is also the result
-    if only the last fsync fails, that of `root`: the complete checkpoint stays, and so do the older
-    ones.
+    Collective. An error of a rank is not raised: all ranks return FailedSave. That is also the
+    result if only the last fsync fails, that of `root`: the complete checkpoint stays, and so do
+    the older ones.
     """
     error = error or captured(partial(faults.hit, "save.vote2", step=begun.step)).error
     vote = ranks.vote(_log_error(error, begun.step), form.canonical(extents))

@@ -121,8 +121,7 @@ def rehearse(
         str | None, typer.Option(metavar="STRATEGY", help="Strategy of the resumed run.")
     ] = None,
     processes: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Number of processes of the resumed run."),
+        int | None, typer.Option(min=1, metavar="N", help="Number of processes of the resumed run.")
     ] = None,
     same_bits: Annotated[
         str | None,

@@ -135,11 +135,8 @@ def _block(block: Shown) -> Iterator[str]:
         yield from _text(text)
     if len(texts) > SHOWN_DOCUMENTS:
         more = len(texts) - SHOWN_DOCUMENTS
-        yield (
-            f"{INDENT}-------- {more // 2} more pairs"
-            if block.halves
-            else (f"{INDENT}-------- {more} more documents")
-        )
+        left_out = f"{more // 2} more pairs" if block.halves else f"{more} more documents"
+        yield f"{INDENT}-------- {left_out}"
 
 
 def _with_marks(block: Shown, start: int, stop: int) -> str:
@@ -226,8 +223,7 @@ app = options.App()
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory, or the same.")]
 Jobs = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Processes; as many as there are processors."),
+    int | None, typer.Option(min=1, metavar="N", help="Processes; as many as there are processors.")
 ]
 
 

@@ -67,8 +67,7 @@ def _main(
 @app.command(rich_help_panel="Start", help="train a small model on the built-in sample, 2 minutes")
 def quickstart(
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Run directory instead of runs/quickstart."),
+        Path | None, typer.Option(metavar="DIR", help="Run directory instead of runs/quickstart.")
     ] = None,
 ) -> None:
     """Train on the built-in sample with two CPU processes."""
@@ -200,8 +199,7 @@ def train(
         typer.Option(min=1, metavar="SECONDS", help="How long MIN machines wait for more; 5."),
     ] = None,
     max_restarts: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Failures in a row, without a step; 3."),
+        int | None, typer.Option(min=0, metavar="N", help="Failures in a row, without a step; 3.")
     ] = None,
 ) -> None:
     """Train in this process, or start several that do."""

@@ -16,17 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import (
-    AsJson,
-    ConfigFile,
-    Overrides,
-    ProgressLine,
-    busy,
-    runs,
-    show,
-)
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides, ProgressLine, busy, runs, show
 from llmtrain.errors import Problem, UserError
-from llmtrain.text import harmless
+from llmtrain.text import harmless, size
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
@@ -237,8 +229,6 @@ def eject(
 
 def ejection(found: Ejected) -> Iterator[str]:
     """Yield what was written, and how it is started."""
-    from llmtrain.text import size
-
     yield f"{found.program}  {found.lines} lines"
     yield f"{found.tokens}  the tokens of {found.steps:,} steps, {size(found.token_bytes)}"
     yield f"start it with: python {shlex.quote(str(found.program))}"
@@ -285,8 +275,6 @@ def _of_pairs(
 
 def exportation(found: Exported) -> Iterator[str]:
     """Yield the files, the comparison, and where it is."""
-    from llmtrain.text import size
-
     for name, count in found.files.items():
         yield f"{name:<40}{size(count):>11}"
     if losses := found.losses:

@@ -90,16 +90,14 @@ def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
             expected = f"a whole number from 1 to {run.steps}, the steps of the run"
             raise UserError(Problem("--steps", steps, expected))
         batches = first_blocks(run, steps or min(STEPS, run.steps))
-        header = _HEADER.format(
-            steps=len(batches["ids"]),
-            versions=" and ".join(f"{name} {version(name)}" for name in _USED),
-        )
+        count = len(batches["ids"])
+        versions = " and ".join(f"{name} {version(name)}" for name in _USED)
+        header = _HEADER.format(steps=count, versions=versions)
         program = compose(conditions(run), constants(run), header)
     for path, content in ((tokens, save(batches)), (out, program.encode())):
         with needed_on_disk(path):
             path.write_bytes(content)
-    made = len(batches["ids"])
-    return Ejected(out, tokens, made, program.count("\n"), tokens.stat().st_size)
+    return Ejected(out, tokens, count, program.count("\n"), tokens.stat().st_size)
 
 
 def place_problems(out: Path, tokens: Path) -> Iterator[Problem]:

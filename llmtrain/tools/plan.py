@@ -18,11 +18,7 @@ from llmtrain.checkpoint.disk import most_at_once
 from llmtrain.config.checks import check
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines.accelerator import on_cpu, resolve_precision
-from llmtrain.distributed.launch.environment import (
-    model_cut,
-    split_problems,
-    strategy_problems,
-)
+from llmtrain.distributed.launch.environment import model_cut, split_problems, strategy_problems
 from llmtrain.distributed.launch.named import one_sided
 from llmtrain.distributed.plan import strategy
 from llmtrain.distributed.plan.memory import (
@@ -380,11 +376,7 @@ def _problems(
 
 
 def _hardware(
-    config: Config,
-    devices: int | None,
-    nodes: int,
-    gib_each: float | None,
-    host_gib: float | None,
+    config: Config, devices: int | None, nodes: int, gib_each: float | None, host_gib: float | None
 ) -> Hardware:
     """Return this machine's hardware, or what was asked for in its place."""
     import torch

@@ -68,9 +68,7 @@ def begin(run: Run, step: int, reason: str, *, last: bool) -> None:
         run.due.end_save(step, saved=False)
         _report_failure(run, step, begun.failures, last=last)
         return
-    pieces = run.engine.pieces(
-        run.built.spec, writing=True, replicas_shared=run.checkpoints.replicas_shared
-    )
+    pieces = _pieces(run)
     writer = _choose_writer(run, step)
     written = None if writer else _write(run, begun, pieces)
     blocked = time.perf_counter() - started
@@ -182,10 +180,13 @@ def reserve(run: Run) -> None:
         return
     writer = _choose_writer(run, run.step)
     if writer is not None:
-        pieces = run.engine.pieces(
-            run.built.spec, writing=True, replicas_shared=run.checkpoints.replicas_shared
-        )
-        writer.reserve(sum(piece.data.nbytes for piece in pieces if piece.data.is_cuda))
+        writer.reserve(sum(piece.data.nbytes for piece in _pieces(run) if piece.data.is_cuda))
+
+
+def _pieces(run: Run) -> Iterator[Piece]:
+    """Yield what this rank writes of weights and moments."""
+    shared = run.checkpoints.replicas_shared
+    return run.engine.pieces(run.built.spec, writing=True, replicas_shared=shared)
 
 
 def _choose_writer(run: Run, step: int) -> Writer | None:
@@ -193,8 +194,8 @@ def _choose_writer(run: Run, step: int) -> Writer | None:
     saves = run.checkpoints
     if saves.writer is None or saves.has_room:  # the writer uses its buffers again
         return saves.writer
-    pieces = run.engine.pieces(run.built.spec, writing=True, replicas_shared=saves.replicas_shared)
-    needed = math.ceil(sum(piece.data.nbytes for piece in pieces) / CHUNK_BYTES) * CHUNK_BYTES
+    size = sum(piece.data.nbytes for piece in _pieces(run))
+    needed = math.ceil(size / CHUNK_BYTES) * CHUNK_BYTES
     mine = {"host": socket.gethostname(), "needed": needed, "free": memory.free_host_bytes()}
     of_ranks = gathered(run.ranks, mine)
     if hosts := from_rank_zero(run.ranks, lambda: short_of_memory(of_ranks)):

@@ -218,10 +218,8 @@ def shown(run: Run, labels: np.ndarray) -> int:
         return int(labels.shape[1])  # all micro-batches of a pipeline have one shape
     if run.config.preference.scores:  # a score is read behind the last label
         labels = np.concatenate([labels[:, :1], labels[:, :-1]], axis=1)
-    width, parts = (
-        needed_rows(labels, compiled=run.built.compiled != "off"),
-        run.layout.sequence_size,
-    )
+    width = needed_rows(labels, compiled=run.built.compiled != "off")
+    parts = run.layout.sequence_size
     return -(-width // parts) * parts
 
 
@@ -281,7 +279,7 @@ def step_vector(
     """
     layout, pairs = run.layout, run.data.answers is not None
     others = min(len(routers), 1) + pairs * len(PAIR_SLOTS)
-    if not layout.tells_loss or (pairs and layout.sequence_rank):  # whose pairs are another's too
+    if not (layout.tells_pairs if pairs else layout.tells_loss):
         losses, routers = (), [torch.zeros_like(router) for router in routers]
     sums: list[Tensor] = []  # of the pairs, if there are any
     if pairs and losses:

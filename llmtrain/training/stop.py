@@ -214,10 +214,8 @@ class Signals:
         if os.environ.get("RANK", "0") == "0":
             line, again = b"stopping before the first step: there is nothing to save", b"at once"
             if self._training:
-                line, again = (
-                    b"stopping after the step under way, with a checkpoint",
-                    b"without one",
-                )
+                line = b"stopping after the step under way, with a checkpoint"
+                again = b"without one"
             hint = b" (interrupt again: " + again + b")" if number == signal.SIGINT else b""
             _write_line(line + hint + b"\n")
         if self._late is not None:
@@ -274,8 +272,8 @@ class _Listener:
                         self._interrupted = now
                     elif now - self._interrupted >= _SECOND_INTERRUPT_SECONDS:
                         _write_line(b"interrupted again: ending without a checkpoint\n")
-                        self._signals.before_exit(75, "interrupted again")
-                        os._exit(75)
+                        self._signals.before_exit(RESTARTABLE, "interrupted again")
+                        os._exit(RESTARTABLE)
             with self._lock:
                 if self._on_stop and (reason := self._signals.reason_alone):
                     _leave(self._on_stop, reason)

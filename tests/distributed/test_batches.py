@@ -27,10 +27,7 @@ def reference(server, tmp_path_factory):
 def train(server, folder, world_size, workers, micro):
     run_dir = folder / "run"
     config = tiny_config(
-        run_dir,
-        data__workers=workers,
-        training__micro_batch_size=micro,
-        training__steps=STEPS,
+        run_dir, data__workers=workers, training__micro_batch_size=micro, training__steps=STEPS
     )
     path = write_config(folder, config)
     codes = server.run(["train", str(path)], world_size, folder)

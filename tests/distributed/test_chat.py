@@ -36,10 +36,7 @@ def straight(server, tmp_path_factory):
     """One process, with a checkpoint in the middle."""
     folder = tmp_path_factory.mktemp("chat")
     path = config_of(
-        folder,
-        chats.rows_of(80),
-        checkpoint__every_steps=STEPS // 2,
-        evaluation__prompts=["Hi?"],
+        folder, chats.rows_of(80), checkpoint__every_steps=STEPS // 2, evaluation__prompts=["Hi?"]
     )
     codes = server.run(["train", str(path)], 1, folder)
     assert codes == [0], (folder / "output.txt").read_text()
@@ -79,10 +76,7 @@ def test_a_checkpoint_ends_at_the_end_of_a_turn(straight):
 
 @pytest.mark.parametrize(
     ("template", "ends"),
-    [
-        (turns.GPT_OSS, ("<|return|>", "<|call|>")),
-        (turns.GLM, ("<|user|>", "<|observation|>")),
-    ],
+    [(turns.GPT_OSS, ("<|return|>", "<|call|>")), (turns.GLM, ("<|user|>", "<|observation|>"))],
     ids=["gpt-oss", "glm"],
 )
 def test_every_token_that_ends_a_turn_is_saved_and_ends_what_is_generated(

@@ -25,11 +25,7 @@ STARTS = {
     "blocks beside fsdp2": (4, {"strategy": "fsdp2", "pipeline_parallel": 2}),
     "several stages a process": (
         2,
-        {
-            "pipeline_parallel": 2,
-            "pipeline_schedule": "interleaved",
-            "pipeline_stages_per_rank": 2,
-        },
+        {"pipeline_parallel": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2},
     ),
 }
 

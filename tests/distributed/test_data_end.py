@@ -60,10 +60,7 @@ def digests(run_dir):
 def test_a_dead_data_worker_costs_no_step(server, tmp_path):
     def config(folder):
         made = tiny_config(
-            folder / "run",
-            training__steps=30,
-            training__global_batch_size=8,
-            data__workers=1,
+            folder / "run", training__steps=30, training__global_batch_size=8, data__workers=1
         )
         made["model"]["config"] = {
             "model_type": "gpt2",

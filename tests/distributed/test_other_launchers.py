@@ -204,10 +204,7 @@ def test_a_rank_of_a_wrong_launch_ends_with_one_message(server, config, tmp_path
 FILES_WRONG = {
     "of another trainer": ({"distributed_type": "MEGATRON_LM"}, [], ["MEGATRON_LM", "DEEPSPEED"]),
     "accumulation and clipping of DeepSpeed": (
-        {
-            **ZERO,
-            "deepspeed_config": {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5},
-        },
+        {**ZERO, "deepspeed_config": {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}},
         [],
         ["2 problems", "gradient_accumulation_steps = 4", "gradient_clipping = 0.5"],
     ),

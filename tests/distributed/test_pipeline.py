@@ -236,13 +236,7 @@ def test_adapters_are_trained_as_on_one_process_and_go_on_there(server, tmp_path
 )
 def test_what_a_pipeline_cannot_do_is_refused(server, tmp_path, keys, more, expected):
     said = run(
-        server,
-        tmp_path,
-        2,
-        "llama",
-        code=2,
-        more=more,
-        distributed={"pipeline_parallel": 2} | keys,
+        server, tmp_path, 2, "llama", code=2, more=more, distributed={"pipeline_parallel": 2} | keys
     )
     assert expected in said
     assert "Traceback" not in said

@@ -34,12 +34,7 @@ def write_sources(folder):
 
 
 def config_of(folder, weights, steps, **more):
-    config = tiny_config(
-        folder / "run",
-        training__steps=steps,
-        checkpoint__every_steps=3,
-        **more,
-    )
+    config = tiny_config(folder / "run", training__steps=steps, checkpoint__every_steps=3, **more)
     config["data"]["sources"] = [
         {"path": str(folder / "wiki"), "weight": weights[0]},
         {"path": str(folder / "notes.jsonl"), "weight": weights[1]},

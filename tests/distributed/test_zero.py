@@ -84,8 +84,7 @@ def same(found, expected, *, loss=1e-05, norm=1e-05, leave_out=-1):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "key"),
-    [(ranks, key) for ranks, cases in CASES.items() for key in cases],
+    ("ranks", "key"), [(ranks, key) for ranks, cases in CASES.items() for key in cases]
 )
 def test_zero_trains_as_plain_pytorch(request, ranks, key):
     """Uneven masks, with any split into ranks and micro-batches, the loss in chunks.

@@ -110,11 +110,7 @@ def config(*sources: Path | str | dict, **data: object) -> Config:
     seed = data.pop("seed", 42)
     fields = {"seq_len": 16, "heldout": 0.0} | data
     return Config.model_validate(
-        {
-            "run": {"seed": seed},
-            "data": {"sources": described, **fields},
-            "training": {"steps": 10},
-        }
+        {"run": {"seed": seed}, "data": {"sources": described, **fields}, "training": {"steps": 10}}
     )
 
 

@@ -15,11 +15,7 @@ from llmtrain.errors import UserError
 def fail_and_go_on(config: str, strategy: str, output: str) -> None:
     """A run whose data is not there, then one under the same strategy, then one under DDP."""
     before = dict(os.environ)
-    runs = [
-        (strategy, ["data.sources=[{path: nowhere.jsonl}]"]),
-        (strategy, []),
-        ("ddp", []),
-    ]
+    runs = [(strategy, ["data.sources=[{path: nowhere.jsonl}]"]), (strategy, []), ("ddp", [])]
     said = []
     for number, (name, more) in enumerate(runs):
         asked = [f"run.dir=run-{number}", f"distributed.strategy={name}", *more]

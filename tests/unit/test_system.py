@@ -50,10 +50,7 @@ QUOTAS = {
     "v1, in a container, by its path on the host": (
         "9:name=systemd:/docker/ab\n4:cpu,cpuacct:/docker/ab\n",
         V1.format(part="/docker/ab"),
-        {
-            "cpu,cpuacct/cpu.cfs_quota_us": "300000\n",
-            "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        },
+        {"cpu,cpuacct/cpu.cfs_quota_us": "300000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
         3,
     ),
     "v1, no limit": (
@@ -65,10 +62,7 @@ QUOTAS = {
     "v1, a path that is not mounted": (
         "4:cpu,cpuacct:/kubepods/pod\n",
         V1.format(part="/"),
-        {
-            "cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
-            "cpu,cpuacct/cpu.cfs_period_us": "50000\n",
-        },
+        {"cpu,cpuacct/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/cpu.cfs_period_us": "50000\n"},
         5,
     ),
     "more than there are": ("0::/\n", V2, {"cpu.max": "9900000 100000\n"}, 64),
@@ -121,11 +115,7 @@ LAUNCHES = {
     ),
     "a script of the user's that sets it": (OMP, [({}, ["python", "sweep.py"]), SHELL], True),
     "under a launcher that may not be read": (OMP | TORCHRUN, [], False),
-    "another number under such a one": (
-        {"OMP_NUM_THREADS": "4"} | TORCHRUN,
-        [],
-        True,
-    ),
+    "another number under such a one": ({"OMP_NUM_THREADS": "4"} | TORCHRUN, [], True),
 }
 
 

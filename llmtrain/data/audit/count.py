@@ -97,7 +97,7 @@ class Epoch:
     tokens: with those that separate documents
     blocks: of `seq_len` trained positions
     exact: whether they were counted, not estimated from a sample
-    until_end: blocks until every source has ended; None = not counted, and then neither are those below
+    until_end: blocks until every source has ended; None = not counted, as are those below
     passes: over the source that is read most often until then
     first: number of the first block that is not padding; None = all are
     trained: tokens that are trained until then

@@ -90,6 +90,18 @@ def can_fill(micro_batches: int, cut: ModelCut, schedule: str) -> bool:
     return rounds > 0 and (schedule != "interleaved" or micro_batches % rounds == 0)
 
 
+def micro_batch_sizes(rows: int, most: int, cut: ModelCut, schedule: str) -> list[int]:
+    """Return the sizes of a micro-batch, at most `most`, that a schedule works with; 1 always is.
+
+    rows: of each process in a step, which a size divides
+    """
+    return [
+        size
+        for size in range(min(rows, most), 0, -1)
+        if rows % size == 0 and (size == 1 or can_fill(rows // size, cut, schedule))
+    ]
+
+
 def held_passes(rank: int, micro_batches: int, cut: ModelCut, schedule: str) -> int:
     """Return the most forwards of a stage that a process of a pipeline keeps for their backwards.
 

@@ -284,13 +284,13 @@ def kept_bytes(
         row_bytes = saved.blocks + saved.once
         if cut.sequence > 1 and layout.activation_checkpointing == "none":
             # Attention keeps the result of its heads, and a block the one of all that comes back.
-            row_bytes += work.seq_len * model_part.attention * _compute_bytes(work.precision)
+            row_bytes += work.seq_len * model_part.attention * compute_bytes(work.precision)
         return micro * row_bytes // cut.sequence
     passes = held_passes(place, layout.accumulation, cut, work.pipeline_schedule)
     of_blocks = saved.blocks * model_part.blocks // max(blocks, 1) // cut.stages
     ends = saved.once if place in (0, cut.pipeline - 1) else 0
     tokens = micro * work.seq_len // cut.sequence
-    buffers = layout.accumulation * tokens * model_part.hidden * _compute_bytes(work.precision)
+    buffers = layout.accumulation * tokens * model_part.hidden * compute_bytes(work.precision)
     return passes * micro * (of_blocks + ends) // cut.sequence + buffers
 
 
@@ -307,7 +307,7 @@ def model_states(shape: ModelShape, strategy: str, precision: str, hardware: Har
     trainable = trained_parameters(shape)
     mine = _by_rows(trainable, across)
     # Beside adapters, in the dtype of the forward, or in four bits with their scales.
-    held = _compute_bytes(precision) if shape.adapted else 4
+    held = compute_bytes(precision) if shape.adapted else 4
     frozen = sum(
         math.ceil((FOUR_BITS if one.quantized else held) * _by_rows([one], across))
         for one in shape.parameters
@@ -323,7 +323,7 @@ def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) 
     ZeRO-1 accumulates whole gradients. Offloading keeps a second copy of the fp32 gradients for the
     host's update.
     """
-    compute = _compute_bytes(precision)
+    compute = compute_bytes(precision)
     if strategy in ("zero1", "zero2"):
         mine = -(-shape.trainable // across)
         summed = shape.trainable if strategy == "zero1" else mine
@@ -336,7 +336,7 @@ def _zero_states(shape: ModelShape, strategy: str, precision: str, across: int) 
 def persistent_bytes(shape: ModelShape, precision: str) -> int:
     """Return the bytes of the small parameters that ZeRO-3 keeps whole in addition to shards."""
     sizes = (math.prod(one.shape) for one in shape.parameters)
-    return _compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
+    return compute_bytes(precision) * sum(size for size in sizes if size <= PERSISTENT)
 
 
 def head_bytes(
@@ -361,7 +361,7 @@ def head_bytes(
     arithmetic = arithmetic_of(layout.strategy, work.precision)
     tokens = layout.micro_batch_size * work.seq_len // sequence
     logits, inputs = tokens * shape.vocabulary, tokens * shape.hidden
-    size = _compute_bytes(work.precision)
+    size = compute_bytes(work.precision)
     if work.chunk is not None and saved.plain_head:
         gradient = 4 * shape.head if shape.head_trained else 0
         rows = min(work.chunk.rows(shape.vocabulary), tokens)
@@ -408,7 +408,8 @@ def bucket_elements(shape: ModelShape) -> int:
     return min(LARGEST_BUCKET, 2 * largest_block(shape))
 
 
-def _compute_bytes(precision: str) -> int:
+def compute_bytes(precision: str) -> int:
+    """Return the bytes of an element of an activation."""
     return 4 if precision == "fp32" else 2
 
 
@@ -441,7 +442,7 @@ def _working(shape: ModelShape, casts: int, work: Work, layout: Layout, cut: Mod
 
     casts: bytes that autocast's copies of weights take
     """
-    compute = _compute_bytes(work.precision)
+    compute = compute_bytes(work.precision)
     if layout.strategy in FSDP:
         # The bytes of FSDP2's gathered parameters and of the gradients that it reduces. The final
         # norm and the head stay gathered, and with them two blocks. The gradients of two blocks

@@ -22,7 +22,16 @@ import math
 from dataclasses import dataclass, replace
 
 from llmtrain.distributed.plan.balance import parts_of, slowest_share
-from llmtrain.distributed.plan.memory import FSDP, OFFLOADS, ZERO, Hardware, Layout, Work, shards
+from llmtrain.distributed.plan.memory import (
+    FSDP,
+    OFFLOADS,
+    ZERO,
+    Hardware,
+    Layout,
+    Work,
+    compute_bytes,
+    shards,
+)
 from llmtrain.types import ModelShape
 
 OVERLAP = 0.7  # share of the traffic that arithmetic hides
@@ -132,7 +141,7 @@ def step_time(
         slowest = cut.pipeline * slowest_share(shape, cut, work.seq_len)
         passes = layout.accumulation * cut.stages
         pace = (slowest * compute + sums) * (passes + cut.pipeline - 1) / passes
-        sent = 2 * cut.stages * tokens / cut.sequence * shape.hidden * _width(work)
+        sent = 2 * cut.stages * tokens / cut.sequence * shape.hidden * compute_bytes(work.precision)
         exchanges = sent / (machine.inside if hardware.nodes == 1 else machine.across)
     moved = 0.0  # seconds of an offloaded layout's traffic over PCIe, and of its update on the host
     if layout.strategy in OFFLOADS:
@@ -154,7 +163,7 @@ def seconds_of_sums(
     """
     cut = hardware.cut
     tokens = layout.micro_batch_size * layout.accumulation * work.seq_len / cut.sequence
-    rows = tokens * _width(work) / cut.pipeline
+    rows = tokens * compute_bytes(work.precision) / cut.pipeline
     times = 4 if layout.activation_checkpointing == "none" else 6
     summed = times * 2 * (cut.tensor - 1) / cut.tensor * shape.blocks * shape.hidden
     sent = times * 2 * (cut.sequence - 1) / cut.sequence * shape.attention
@@ -193,11 +202,6 @@ def across_nodes(
         cost += ": four sums of activations a block and micro-batch go over the network"
     most = max(size for size in range(1, local + 1) if local % size == 0 and size < cut.tensor)
     return cost, f"distributed.tensor_parallel={most}, with distributed.pipeline_parallel"
-
-
-def _width(work: Work) -> int:
-    """Return the bytes of an element of an activation."""
-    return 4 if work.precision == "fp32" else 2
 
 
 def flops(shape: ModelShape, seq_len: int) -> float:
@@ -288,7 +292,7 @@ def _links(
     devices of a node share its network.
     """
     across, cut = shards(layout.strategy, hardware), hardware.cut
-    gather = machine.gather or _width(work)
+    gather = machine.gather or compute_bytes(work.precision)
     replicas = hardware.devices // cut.weights
     if replicas < hardware.devices:
         shape = max(parts_of(shape, cut, work.seq_len), key=lambda one: one.count)

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmtrain.distributed.plan.balance import can_fill
+from llmtrain.distributed.plan.balance import can_fill, micro_batch_sizes
 from llmtrain.distributed.plan.memory import (
     FSDP,
     OFFLOADS,
@@ -312,13 +312,8 @@ def _candidates(
 def _layouts(strategy: str, checkpointing: str, work: Work, hardware: Hardware) -> Iterator[Layout]:
     """Yield all layouts, from the fastest to the one that needs the least memory."""
     share = work.global_batch_size // hardware.groups
-    most = min(share, max(1, work.most_tokens // work.seq_len))
-    micro_batches = [
-        size
-        for size in range(most, 0, -1)
-        if share % size == 0
-        and (size == 1 or can_fill(share // size, hardware.cut, work.pipeline_schedule))
-    ]
+    most = max(1, work.most_tokens // work.seq_len)
+    micro_batches = micro_batch_sizes(share, most, hardware.cut, work.pipeline_schedule)
     if work.micro_batch_size is not None:
         micro_batches = [work.micro_batch_size]
     for micro in micro_batches:

@@ -4,9 +4,8 @@ This works before a run exists, and on a run's directory without changing it. A 
 counted in a part of the documents is an estimate, and is marked as one. The blocks can be opened
 for a loop of your own, too.
 
-The trap: reading data writes notes into the run directory: footers of the Hub's files, and units
-that were skipped. So what only inspects a run reads in a temporary directory, which begins with
-copies of the run's manifest, tokenizer and notes.
+The trap: reading data writes notes into the run directory, so what only inspects a run reads in a
+copy (`scratch.py`).
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     Raises UserError for problems of the data, and for a config with which that run could not be
     resumed, or a new one not begin: a model that cannot take its blocks or its tokenizer.
     """
-    workers = 0 if config.data.workers == "auto" else config.data.workers
+    workers = config.data.worker_count()
     with scratch_copy_unless_other(config) as directory:
         is_new = not (directory / contents.MANIFEST).exists()
         prepare(config, directory, max(1, workers))
@@ -447,7 +446,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     there; else they are made in a temporary directory. Nothing is written to `run.dir`. Raises
     UserError for problems of the data.
     """
-    workers = 0 if config.data.workers == "auto" else config.data.workers
+    workers = config.data.worker_count()
     with scratch_copy_unless_other(config) as directory:
         prepare(config, directory, world_size * max(1, workers))
         stream = open_blocks(

@@ -234,9 +234,8 @@ def _what_counts(config: schema.Config) -> schema.Config:
         on_bad_unit=config.data.on_bad_unit,
         cache_gb=config.data.cache_gb,
     )
-    trains = isinstance(
-        config.model.tokenizer, schema.TrainTokenizer
-    )  # on documents chosen by the seed
+    # It is trained on documents that the seed chooses.
+    trains = isinstance(config.model.tokenizer, schema.TrainTokenizer)
     shape = {} if config.model.from_ else {"model_type": "llama"}  # unused, but must load
     return schema.Config(
         run=schema.RunConfig(seed=config.run.seed) if trains else schema.RunConfig(),

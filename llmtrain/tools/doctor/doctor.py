@@ -36,11 +36,7 @@ from llmtrain.data.chat.template import NAMED
 from llmtrain.data.remote.fetch import AttemptError, wait_for
 from llmtrain.data.sources.local import is_local
 from llmtrain.data.survey import Survey, survey
-from llmtrain.distributed.launch.environment import (
-    model_cut,
-    split_problems,
-    strategy_problems,
-)
+from llmtrain.distributed.launch.environment import model_cut, split_problems, strategy_problems
 from llmtrain.distributed.plan.memory import checkpoint_bytes
 from llmtrain.distributed.plan.speed import across_nodes
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
@@ -430,8 +426,8 @@ def data(context: DoctorContext, seconds: float = ANSWER_SECONDS) -> Verdict:
     """
     _quiet_hub()
     config = context.run
-    workers = 0 if config.data.workers == "auto" else config.data.workers
-    lanes_for, late = context.processes * max(1, workers), threading.Event()
+    lanes_for = context.processes * max(1, config.data.worker_count())
+    late = threading.Event()
     timer = threading.Timer(seconds, late.set)
     with scratch_copy(config.run_dir) as folder, collect_warnings() as messages:
         timer.start()

@@ -43,7 +43,7 @@ _LOOK_SECONDS = 0.1
 
 
 def write_exit_report(env: Mapping[str, str], exit_code: int, message: str) -> bool:
-    """Write the report, if this is rank 0 and LLMTRAIN_LAUNCHED is set; return if it worked."""
+    """Write the report if this is rank 0 and LLMTRAIN_LAUNCHED is set. Return whether it worked."""
     path = Path(env.get(LAUNCHED, ""))
     if not path.is_absolute() or env.get("RANK", "0") != "0":
         return False

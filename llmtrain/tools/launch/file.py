@@ -79,13 +79,10 @@ def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
             yield Problem(name, None, expected, f"distributed_type: {kind}, or remove it")
         else:
             yield from _unknown(name, entries, section.variables)
-    deepspeed, several = (
-        values.get("distributed_type") == "DEEPSPEED",
-        values.get("num_machines", 1),
-    )
+    deepspeed = values.get("distributed_type") == "DEEPSPEED"
     key = "deepspeed_multinode_launcher"
     launcher = _section(values, "deepspeed_config").get(key, "pdsh")
-    if deepspeed and several != 1 and launcher != "standard":
+    if deepspeed and values.get("num_machines", 1) != 1 and launcher != "standard":
         expected = (
             "standard: the same command on every machine. pdsh (accelerate's default) starts all "
             "machines from one and writes the environment to ~/.deepspeed_env"

@@ -118,11 +118,7 @@ def launch(
     else:
         file, wrong = parse_launch_file(accelerate_file, processes)
     rules = [lambda: wrong, *_rules(config_file, file, env)]
-    try:
-        config = load_config(config_file, overrides, rules)
-    except UserError as error:
-        where = f"{config_file} and {accelerate_file}" if accelerate_file else error.where
-        raise UserError(*error.problems, where=where) from None
+    config = _load_both(config_file, overrides, accelerate_file, rules)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
         if file.path is None:
             file = _written(file, Path(folder) / "accelerate.yaml", config.training.precision)
@@ -288,11 +284,7 @@ def launch_on_machines(
     file, counts, others = launch_of_nodes(config, accelerate_file, asked, env)
     for other in others:
         sys.stderr.write(f"{other}\n")
-    try:
-        load_config(config_file, overrides, _rules(config_file, file, env))
-    except UserError as error:
-        where = f"{config_file} and {accelerate_file}" if accelerate_file else error.where
-        raise UserError(*error.problems, where=where) from None
+    _load_both(config_file, overrides, accelerate_file, _rules(config_file, file, env))
     check_file_locks(config.run_dir)
     settings = AgentSettings(
         counts,
@@ -302,6 +294,17 @@ def launch_on_machines(
         _own_address(file.values, env),
     )
     return _start_agent(config, file, settings, [config_file, *overrides], env)
+
+
+def _load_both(
+    config_file: str, overrides: Sequence[str], accelerate_file: str | None, rules: Sequence[Rule]
+) -> Config:
+    """Load the config with the rules of its launch file. An error is one of both files."""
+    try:
+        return load_config(config_file, overrides, rules)
+    except UserError as error:
+        where = f"{config_file} and {accelerate_file}" if accelerate_file else error.where
+        raise UserError(*error.problems, where=where) from None
 
 
 def _start_agent(

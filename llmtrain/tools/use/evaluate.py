@@ -1,6 +1,6 @@
 """Measure a model: on the held-out set of its run, on other documents, on benchmark tasks.
 
-Two figures, which differ:
+Three figures, which differ:
 
     held-out set of a run     blocks, as the run scores them: its `eval` line again (`packed.py`);
                               with any model, as if the run began with it (`target.py`)
@@ -19,7 +19,7 @@ A smaller stride gives more context to each token and costs more time. Every tok
 
 Tasks, of lm-eval's own collection or described in a file, are run by lm-eval. The trap: it lets a
 tokenizer add its begin token to a text that it has put a begin token in front of already, and
-scores the second one. So it is on_progress to let the tokenizer add none.
+scores the second one. So it is told to let the tokenizer add none.
 """
 
 from __future__ import annotations

@@ -57,12 +57,8 @@ if TYPE_CHECKING:
 # Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
 # lora_ga) change it when the adapter is made, so that its file is of no use without that change.
 _INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
-_IDLE = {
-    "corda_config",
-    "eva_config",
-    "lora_ga_config",
-    "loftq_config",
-}  # of an init, not read here
+# Of an init, not read here.
+_IDLE = {"corda_config", "eva_config", "lora_ga_config", "loftq_config"}
 _PREFIX = "base_model.model."  # of all names in the file, as of a `PeftModel`
 _SHOWN = 3
 _LONGEST = 200  # characters of a value in a message
@@ -154,7 +150,7 @@ def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.n
 
 
 def attach_adapter(model: PreTrainedModel, directory: Path) -> set[str]:
-    """Put an adapter's layers into a model, with their weights in fp32. Raises as `inject` does.
+    """Put an adapter's layers into a model, with weights in fp32. Raises as `inject_adapter` does.
 
     Returns the names of its parameters in the model.
     """

@@ -250,7 +250,7 @@ def seen_by(run_dir: Path) -> Seen:
 def find_base(given: str, seen: Seen) -> Target:
     """Find a model. The base of the run is read at the commit that the run read.
 
-    Raises UserError as `find` does, and for a model whose tokens are not those of the run.
+    Raises UserError as `find_target` does, and for a model whose tokens are not those of the run.
     """
     base = kept_base(seen.run_dir)
     is_own = base is not None and base.revision is not None and base.path == given

@@ -52,7 +52,7 @@ def open_data(
     system.beat("opening the data")
     ranks, run_dir, layout = processes.launched.ranks, config.run_dir, processes.launched.layout
     by_default = 1 if processes.launched.device.type == "cuda" else 0
-    workers = by_default if config.data.workers == "auto" else config.data.workers
+    workers = config.data.worker_count(by_default)
     lanes_for = layout.data_size * max(1, workers)
     saved = DataState.from_json(resume_point.state["data"]) if resume_point else None
     base = processes.base

@@ -85,10 +85,7 @@ def decide_kernels(config: schema.Config) -> Kernels:
     """Return the settings of the config, or those that an earlier start on such a device froze."""
     auto = FrozenChoices(config.run_dir, f"any/{'cpu' if on_cpu() else 'cuda'}/any")
     known = {attention.KEY: auto.attention_backend, compiling.KEY: auto.compile}
-    asked = {
-        attention.KEY: config.model.attention_backend,
-        compiling.KEY: config.training.compile,
-    }
+    asked = {attention.KEY: config.model.attention_backend, compiling.KEY: config.training.compile}
     chosen = {key: known[key] if value == "auto" else value for key, value in asked.items()}
     return Kernels(
         attention=chosen[attention.KEY] or "auto",

@@ -35,7 +35,7 @@ from llmtrain.distributed.engines import pipeline, sequence, zero
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.launch.environment import allowed_strategies, family, model_cut
 from llmtrain.distributed.plan import memory
-from llmtrain.distributed.plan.balance import can_fill
+from llmtrain.distributed.plan.balance import micro_batch_sizes
 from llmtrain.distributed.plan.speed import across_nodes
 from llmtrain.distributed.plan.strategy import (
     Choice,
@@ -385,14 +385,9 @@ def launch_kind(strategy: str, device: str, world_size: int, cut: ModelCut = WHO
 def layout_by_tokens(strategy: str, asked: memory.Work, hardware: memory.Hardware) -> memory.Layout:
     """Return the layout of a start if the memory of a forward is not known."""
     share = asked.global_batch_size // hardware.groups
-    most, cut = max(1, asked.most_tokens // asked.seq_len), hardware.cut
-    fitting = max(
-        size
-        for size in range(1, min(share, most) + 1)
-        if share % size == 0
-        and (size == 1 or can_fill(share // size, cut, asked.pipeline_schedule))
-    )
-    micro = asked.micro_batch_size or fitting
+    most = max(1, asked.most_tokens // asked.seq_len)
+    fitting = micro_batch_sizes(share, most, hardware.cut, asked.pipeline_schedule)
+    micro = asked.micro_batch_size or fitting[0]
     recompute, sync = asked.activation_checkpointing or "none", asked.fsdp_sync or "every"
     return memory.Layout(strategy, recompute, micro, share // micro, sync)
 

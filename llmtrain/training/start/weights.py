@@ -269,10 +269,8 @@ def _describe(
     if resume_point and base and config.adapter.kind == "none":
         described = build.stored_config(resume_point.path)
     else:
-        tokens, scores = (
-            special_tokens(config.run_dir / contents.TOKENIZER),
-            config.preference.scores,
-        )
+        tokens = special_tokens(config.run_dir / contents.TOKENIZER)
+        scores = config.preference.scores
         sizes = tokens, config.data.seq_len
         described = build.model_config(config.model, *sizes, base, scores=scores)
     if config.preference.answers and (noise := build.without_noise(described)):

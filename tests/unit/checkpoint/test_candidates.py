@@ -363,11 +363,7 @@ def test_a_start_clears_away_what_was_left_unfinished(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(b"x")
     assert candidates.clean_up(tmp_path) == [".trash-1", "step-00000004.partial"]
-    assert sorted(directories(tmp_path)) == [
-        "step-00000002",
-        "step-00000006.damaged",
-        "x.partial",
-    ]
+    assert sorted(directories(tmp_path)) == ["step-00000002", "step-00000006.damaged", "x.partial"]
     assert candidates.clean_up(tmp_path / "absent") == []
 
 

@@ -10,12 +10,7 @@ from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.read import tensors_digest
 from llmtrain.cli.main import main
 from llmtrain.tools.checkpoints import rehearse as tool
-from llmtrain.tools.checkpoints.rehearse import (
-    Compared,
-    Rehearsal,
-    RehearsedLaunch,
-    RehearsedSizes,
-)
+from llmtrain.tools.checkpoints.rehearse import Compared, Rehearsal, RehearsedLaunch, RehearsedSizes
 
 MODEL = "model.safetensors"
 

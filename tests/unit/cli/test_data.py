@@ -141,8 +141,7 @@ def test_the_documents_of_a_step_read_like_this():
 
 
 @pytest.mark.parametrize(
-    ("checked_at", "said"),
-    [(8, "checked at step 8 only"), (None, "not checked")],
+    ("checked_at", "said"), [(8, "checked at step 8 only"), (None, "not checked")]
 )
 def test_a_step_without_a_digest_of_its_own_is_said_to_be_unchecked(checked_at, said):
     lines = list(step_documents(StepDocuments(6, "0" * 16, checked_at, 0, ())))

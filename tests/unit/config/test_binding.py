@@ -5,13 +5,7 @@ import pytest
 from helpers.config import loaded
 from hypothesis import given, settings, strategies as st
 
-from llmtrain.config.binding import (
-    bind,
-    changes,
-    dump,
-    is_accepted,
-    refusals,
-)
+from llmtrain.config.binding import bind, changes, dump, is_accepted, refusals
 from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config

@@ -15,12 +15,7 @@ def slowest(costs, first, last, ranges):
 
 
 def test_blocks_that_are_alike_are_shared_out_evenly():
-    assert blocks_of_stages([1.0] * 8, 0, 0, 4) == [
-        range(2),
-        range(2, 4),
-        range(4, 6),
-        range(6, 8),
-    ]
+    assert blocks_of_stages([1.0] * 8, 0, 0, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     assert blocks_of_stages([1.0] * 4, 0, 0, 1) == [range(4)]
 
 

@@ -365,7 +365,7 @@ def test_what_takes_over_three_seconds_is_told_with_a_count():
 
 def test_each_line_comes_after_twice_the_time_of_the_last_but_at_least_once_a_minute():
     assert [line.rpartition(", ")[2] for line in told(200)] == [
-        *("3 s", "6 s", "12 s", "24 s", "48 s", "1 min 36 s", "2 min 36 s"),
+        *("3 s", "6 s", "12 s", "24 s", "48 s", "1 min 36 s", "2 min 36 s")
     ]
 
 

@@ -442,10 +442,7 @@ def test_half_precision_on_a_gpu_goes_to_it(monkeypatch):
         )
         borders = torch.empty(4, dtype=torch.int32, device="cuda")
         out, _ = attention.attention(
-            torch.nn.Module(),
-            *(query, key, key, None),
-            cu_seq_lens_q=borders,
-            max_length_q=16,
+            torch.nn.Module(), *(query, key, key, None), cu_seq_lens_q=borders, max_length_q=16
         )
         assert called == ["varlen"]
         assert (out.shape, out.device.type, out.dtype) == ((2, 16, 4, 8), "cuda", torch.bfloat16)

@@ -225,11 +225,7 @@ def test_one_page_of_markdown_is_a_document(tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "loss"),
-    [
-        (preferred.pairs(60), "dpo"),
-        (preferred.strings(60), "dpo"),
-        (preferred.feedback(60), "kto"),
-    ],
+    [(preferred.pairs(60), "dpo"), (preferred.strings(60), "dpo"), (preferred.feedback(60), "kto")],
 )
 def test_pairs_and_judged_answers_are_found(tmp_path, base, rows, loss):
     path = corpus.write_jsonl(tmp_path / "rows.jsonl", rows)

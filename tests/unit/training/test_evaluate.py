@@ -133,11 +133,7 @@ def test_a_token_of_one_source_that_is_not_finite_leaves_the_others_alone():
     each = torch.tensor([[1.5, torch.inf, 0.0]])
     targets = torch.tensor([[1, 2, NOT_TRAINED]])
     found = by_source(each, targets, torch.tensor([[0, 1, 1]]), 2)
-    assert found.tolist() == [
-        [math.inf, 2.0],
-        [1.5, 1.0],
-        [math.inf, 1.0],
-    ]
+    assert found.tolist() == [[math.inf, 2.0], [1.5, 1.0], [math.inf, 1.0]]
 
 
 # Ranks that hold a part of the weights each wait for each other in every forward.

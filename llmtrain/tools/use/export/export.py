@@ -111,12 +111,7 @@ def export(
 
 
 def _problems(
-    target: Target,
-    out: Path,
-    dtype: str,
-    merge_adapters: bool,
-    shard_gb: float,
-    push: str | None,
+    target: Target, out: Path, dtype: str, merge_adapters: bool, shard_gb: float, push: str | None
 ) -> Iterator[Problem]:
     if target.step is None:
         expected = "a run or one of its checkpoints"

@@ -100,10 +100,8 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     text = config.get_text_config()
     text.vocab_size = rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
-    weights, first = (
-        _tensors(skeleton),
-        {id(one): name for name, one in skeleton.named_parameters()},
-    )
+    weights = _tensors(skeleton)
+    first = {id(one): name for name, one in skeleton.named_parameters()}
     every = skeleton.named_parameters(remove_duplicate=False)
     # Each further name of a tied parameter → its first name.
     tied = {name: first[id(one)] for name, one in every if first[id(one)] != name}

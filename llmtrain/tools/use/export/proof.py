@@ -68,12 +68,7 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
     command = [sys.executable, "-m", "llmtrain.tools.use.export.proof"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        command,
-        input=json.dumps(body),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
+        command, input=json.dumps(body), capture_output=True, text=True, env=env, check=False
     )
     remedy = f"{exported} is left as it is, to be looked at"
     if done.returncode:

@@ -103,10 +103,7 @@ REFUSED = {
     "its pre-tokenizer is Split + Split + ByteLevel": whole(
         pre_tokenizer={
             "type": "Sequence",
-            "pretokenizers": [
-                split(r"\p{N}")["pretokenizers"][0],
-                *split(QWEN)["pretokenizers"],
-            ],
+            "pretokenizers": [split(r"\p{N}")["pretokenizers"][0], *split(QWEN)["pretokenizers"]],
         }
     ),
     "add_prefix_space = True": byte_level(add_prefix_space=True),

@@ -222,10 +222,7 @@ def forms_of(prompt, chosen, rejected):
     )
     yield "pairs_alpaca", {"instruction": prompt, "chosen": chosen, "rejected": rejected}
     given = {"messages": asked, "tools": [], "parallel_tool_calls": True}
-    yield (
-        "pairs_openai",
-        {"input": given, "preferred_output": good, "non_preferred_output": bad},
-    )
+    yield ("pairs_openai", {"input": given, "preferred_output": good, "non_preferred_output": bad})
 
 
 TEXTS = [

@@ -76,10 +76,7 @@ REFUSED = {
         "deepspeed_config_file",
     ),
     "YAML MEGATRON_LM": (TORCHRUN | {"ACCELERATE_USE_MEGATRON_LM": "true"}, "distributed_type"),
-    "mixed_precision fp16": (
-        TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp16"},
-        "mixed_precision",
-    ),
+    "mixed_precision fp16": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision"),
     "mixed_precision fp8": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision"),
     "parallelism_config with cp": (
         TORCHRUN
@@ -423,11 +420,7 @@ def cut_mesh(**sizes):
             ("distributed.tensor_parallel=2", "distributed.pipeline_parallel=2"),
             ModelCut(tensor=2, pipeline=2),
         ),
-        (
-            TORCHRUN | FOUR | cut_mesh(),
-            ("distributed.tensor_parallel=4",),
-            ModelCut(tensor=4),
-        ),
+        (TORCHRUN | FOUR | cut_mesh(), ("distributed.tensor_parallel=4",), ModelCut(tensor=4)),
         (
             TORCHRUN,
             ("distributed.sequence_parallel=2", "distributed.strategy=fsdp2"),

@@ -71,10 +71,7 @@ REFUSED = {
         {"fsdp_offload_params"},
     ),
     "context parallel": (FSDP | mesh(1, 2, cp=2), {"parallelism_config_cp_size"}),
-    "context and tensor parallel": (
-        FSDP | mesh(1, 1, tp=2, cp=2),
-        {"parallelism_config_cp_size"},
-    ),
+    "context and tensor parallel": (FSDP | mesh(1, 1, tp=2, cp=2), {"parallelism_config_cp_size"}),
     "a mesh of another number": (FSDP | mesh(2, 4), {"parallelism_config"}),
     "a mesh that shards nothing": (FSDP | mesh(4, 1), {"parallelism_config"}),
     "a mesh of no numbers": (FSDP | mesh(2, -1), {"parallelism_config"}),

@@ -625,11 +625,7 @@ def test_a_tied_matrix_is_held_by_both_ends_of_a_pipeline():
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "held"),
-    [
-        ("1f1b", 1, [4, 3, 2, 1]),
-        ("gpipe", 1, [16, 16, 16, 16]),
-        ("interleaved", 2, [11, 9, 7, 5]),
-    ],
+    [("1f1b", 1, [4, 3, 2, 1]), ("gpipe", 1, [16, 16, 16, 16]), ("interleaved", 2, [11, 9, 7, 5])],
 )
 def test_a_schedule_keeps_some_forwards_on_each_device(schedule, stages, held):
     cut = ModelCut(pipeline=4, stages=stages)

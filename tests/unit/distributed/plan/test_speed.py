@@ -190,11 +190,7 @@ def counted(model):
 
 @pytest.mark.parametrize(
     ("model_type", "fields"),
-    [
-        ("llama", LLAMA),
-        ("llama", LLAMA | {"tie_word_embeddings": True}),
-        ("gpt2", GPT2),
-    ],
+    [("llama", LLAMA), ("llama", LLAMA | {"tie_word_embeddings": True}), ("gpt2", GPT2)],
     ids=["llama", "llama, tied", "gpt2"],
 )
 def test_operations_are_those_that_torch_counts(model_type, fields):

@@ -224,8 +224,7 @@ def test_a_remedy_is_the_key_that_makes_it_fit(name, seq_len, micro, checkpointi
 
 
 @pytest.mark.parametrize(
-    ("over_gib", "expected"),
-    [(0.001, "training.micro_batch_size=8"), (30, "a device with 54 GiB")],
+    ("over_gib", "expected"), [(0.001, "training.micro_batch_size=8"), (30, "a device with 54 GiB")]
 )
 def test_a_run_that_needed_more_than_its_plan_gets_a_remedy_for_what_it_needed(over_gib, expected):
     name, hardware = "124M", machine(1, 24)

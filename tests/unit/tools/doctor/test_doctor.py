@@ -266,11 +266,7 @@ def test_what_fits_nowhere_is_an_error_with_the_key_that_helps(tmp_path):
 
 
 def test_the_launch_file_says_how_many_and_which_strategy(tmp_path):
-    file = {
-        "distributed_type": "FSDP",
-        "num_processes": 2,
-        "fsdp_config": {"fsdp_version": 2},
-    }
+    file = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
     looked = module.plan(case(tmp_path, text=SMALL, launch=file))
     assert looked.found.startswith("fsdp2 on 2 processes, ")
 

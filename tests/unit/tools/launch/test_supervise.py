@@ -229,10 +229,7 @@ def test_a_directory_that_is_in_use_starts_nothing(run_dir):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--nodes", "1:2", "--processes-per-node", "1"],
-        ["--nodes=1:2", "--processes-per-node=1"],
-    ],
+    [["--nodes", "1:2", "--processes-per-node", "1"], ["--nodes=1:2", "--processes-per-node=1"]],
 )
 def test_a_machines_part_of_a_run_that_others_hold_is_restarted_by_its_own_code(run_dir, words):
     """The status says that the run goes on, as it does on other machines."""
@@ -378,8 +375,7 @@ def supervising(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("sent", "heard"),
-    [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT"), (signal.SIGUSR1, "TERM")],
+    ("sent", "heard"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT"), (signal.SIGUSR1, "TERM")]
 )
 @pytest.mark.launches
 def test_a_signal_reaches_the_command_and_nothing_is_started_again(
