@@ -297,7 +297,7 @@ def launch_on_machines(
 
 
 def _load_both(
-    config_file: str, overrides: Sequence[str], accelerate_file: str | None, rules: Sequence[Rule]
+    config_file: str, overrides: Sequence[str], accelerate_file: Path | None, rules: Sequence[Rule]
 ) -> Config:
     """Load the config with the rules of its launch file. An error is one of both files."""
     try:
