@@ -239,7 +239,7 @@ def flat(begun: OpenSave, piece: Piece) -> tuple[int, torch.Tensor]:
 
 
 def _cut(begun: OpenSave, pieces: Iterable[Piece]) -> Iterator[WriteChunk]:
-    """Yield pieces as blocks on the host, BLOCK_BYTES at a time."""
+    """Yield pieces in chunks on the host, of BLOCK_BYTES at most."""
     for piece in pieces:
         start, data = flat(begun, piece)
         file = begun.places[piece.name].file

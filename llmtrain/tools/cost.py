@@ -224,6 +224,14 @@ def record_of(config: Config) -> Sequence[JsonMapping]:
     return record.record(config.run_dir) if now == began else ()
 
 
+# Kind of line → the field that tells for how long the loop was held up.
+_HELD_UP: Mapping[str, str] = {
+    "eval": "seconds",
+    "sample": "seconds",
+    "checkpoint": "blocked_seconds",
+}
+
+
 def measure(lines: Sequence[JsonMapping], config: Config, hardware: Hardware) -> Measured:
     """Return what the starts on these devices took. lines: the record of the run"""
     edges = [n for n, line in enumerate(lines) if line["kind"] == "start"]
@@ -260,14 +268,6 @@ def measure(lines: Sequence[JsonMapping], config: Config, hardware: Hardware) ->
         save=held["checkpoint"] / len(kinds["checkpoint"]) if kinds["checkpoint"] else None,
         start=sum(begun) / len(begun) if begun else None,
     )
-
-
-# Kind of line → the field that tells for how long the loop was held up.
-_HELD_UP: Mapping[str, str] = {
-    "eval": "seconds",
-    "sample": "seconds",
-    "checkpoint": "blocked_seconds",
-}
 
 
 def is_on(start: JsonMapping, hardware: Hardware) -> bool:

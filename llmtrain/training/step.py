@@ -110,8 +110,8 @@ def update(run: Run, batch: Batch, factor: float) -> None:
 def gradient_scale(run: Run, batch: Batch) -> Tensor:
     """Return processes that add gradients up / the step's trained tokens: () fp32 on the device.
 
-    In a run on pairs it is divided by these. What divides is added up over the ranks only where
-    these may have different numbers of it.
+    In a run on pairs their number takes the place of the tokens. It is added up over the ranks only
+    where they may have different ones.
     """
     layout, exact = run.layout, run.config.training.same_bits
     local_count = batch.trained_tokens if batch.pairs is None else len(batch.pairs.rows)

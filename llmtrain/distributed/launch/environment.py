@@ -313,7 +313,7 @@ def split_problems(training: TrainingConfig, processes: int, cut: ModelCut) -> I
     expected = f"a divisor of the number of processes, {processes}"
     if others:
         product = " × ".join([str(size), *(f"{other} {n}" for other, n in others)])
-        expected += f", as {product} = {cut.processes} together are to be"
+        expected += f"; the product {product} = {cut.processes} must be one"
     near = -(-processes // cut.processes) * cut.processes
     yield Problem(key, size, expected, f"{near} processes, or other sizes")
 

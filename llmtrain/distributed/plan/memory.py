@@ -283,7 +283,7 @@ def kept_bytes(
     if cut.pipeline == 1:
         row_bytes = saved.blocks + saved.once
         if cut.sequence > 1 and layout.activation_checkpointing == "none":
-            # Attention keeps the result of its heads, and a block the one of all that comes back.
+            # Attention keeps the result of its own heads, and a block that of all heads.
             row_bytes += work.seq_len * model_part.attention * compute_bytes(work.precision)
         return micro * row_bytes // cut.sequence
     passes = held_passes(place, layout.accumulation, cut, work.pipeline_schedule)

@@ -90,7 +90,7 @@ _ANSWER_SECONDS = 10.0  # for a disk to answer again
 _STORE_SECONDS = 20.0  # for what a machine of a new group writes at once, unless it has died
 _EXIT_SECONDS = 5.0  # for the machines of a group that has ended to see each other's end
 _SETTLE_SECONDS = 30.0  # for rank 0 on another machine to record how the run has ended
-_NEVER = 1_000_000  # restarts: torch counts changes of machines among them, see `_Machines`
+_NEVER = 1_000_000  # restarts: torch counts changes of machines among them, see `Machines`
 
 
 # What a rank imports: the loop, and what takes long on its way.

@@ -104,7 +104,7 @@ def launch(
     """Train in several processes, and wait for them.
 
     accelerate_file: a config of accelerate; None = this machine, with its GPUs if it has any
-    processes: in place of the file's number
+    processes: in place of the file's number; without a file None = 1
     env: the environment of the ranks; None = that of this process
     output: a file for everything that they print; None = the streams of this process
 

@@ -35,7 +35,7 @@ ReportEvent = Callable[..., object]  # event, step, details
 class Guards:
     """The checks of each step's numbers, which are equal on all ranks, so all raise or none does.
 
-    report_event: reports an event
+    report_event: called with the name of an event, its step and details
 
     Losses of an earlier start are not known.
     """
@@ -91,7 +91,7 @@ def check_replicas(
     """Raise RunError (75) if replicas differ, so that none of them is saved.
 
     differing: from `Engine.unequal_replicas`, the same on all ranks
-    report_event: reports an event
+    report_event: called with the name of an event, its step and details
     """
     if not differing:
         return

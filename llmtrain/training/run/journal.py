@@ -237,8 +237,7 @@ class RunLog:
     held_before: bytes that were in use before there was a model
     profile: records the steps that were asked for, if any were
     seconds_at_peak: returns the seconds of a step with so many trained tokens, and so many that
-        are not padding, if all devices
-        reached their peak; None if that is not known
+        are not padding, if all devices reached their peak; None if that is not known
     """
 
     journal: Journal

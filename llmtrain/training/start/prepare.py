@@ -129,8 +129,11 @@ def write_data(
             _log.info("the first %s, trained in ⟦⟧: %s", what, shown)
         if why:
             filled = 100 * first_rows.share_filled(rows, config.data.seq_len)
-            message = "packing: single, as %s; %ss fill %.0f %% of a block, and rows are cut to the"
-            _log.info(f"{message} longest of a micro-batch", why, what, filled)
+            _log.info(
+                "packing: single, as %s; %ss fill %.0f %% of a block, and rows are cut to the "
+                "longest of a micro-batch",
+                *(why, what, filled),
+            )
     manifest = survey.freeze(surveyed, tokenizer, facts, apart=apart)
     write_atomically(directory / MANIFEST, manifest.to_bytes())
 
