@@ -7,6 +7,8 @@ A checkpoint becomes valid when its directory is renamed, so a store without ren
 NFS a machine reads and writes through its own cache, so two machines must not write parts of one
 file. With several nodes on NFS, rank 0 therefore writes everything.
 
+What follows a full disk is decided in `training/saving.py`.
+
 Room is needed for the checkpoints that the policy of a run keeps, one that is being written and one
 that is being deleted. Those that the run has already are subtracted.
 
@@ -32,7 +34,7 @@ from typing import ParamSpec, TypeVar
 
 from llmtrain import system
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.candidates import is_of_run
+from llmtrain.checkpoint.retention import is_of_run
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.system import close_on_error

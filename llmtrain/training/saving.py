@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.agreement import captured, from_rank_zero, gathered, on_rank_zero
-from llmtrain.checkpoint import candidates, disk, write
+from llmtrain.checkpoint import disk, retention, write
 from llmtrain.checkpoint.background import CHUNK_BYTES, Writer
 from llmtrain.checkpoint.format import complete_names
 from llmtrain.config.schema import CheckpointConfig
@@ -220,7 +220,7 @@ def _retain(run: Run, step: int, new: str) -> None:
     try:
         for name in sorted(saves.kept - set(complete_names(root))):
             run.journal.event("checkpoint_missing", step, checkpoint=name)
-        gone = candidates.prune(root, saves.policy, run.processes.run_id, resumed_from)
+        gone = retention.prune(root, saves.policy, run.processes.run_id, resumed_from)
         saves.kept = {*complete_names(root), new} - {*gone}
     except OSError as error:  # the new checkpoint is complete; the next commit tries again
         run.journal.event("retention_failed", step, reason=str(error))

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llmtrain.checkpoint import candidates, format as form, read
-from llmtrain.checkpoint.candidates import COMPLETE, kind_of
+from llmtrain.checkpoint import candidates, format as form, read, retention
+from llmtrain.checkpoint.retention import COMPLETE, kind_of
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
@@ -27,7 +27,7 @@ from llmtrain.rundir.status import read_status
 from llmtrain.types import JsonObject
 
 FOREIGN, UNREADABLE, OTHER = "other run", "unreadable", "other"
-SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), (candidates.PARTIAL, candidates.TRASH)
+SET_ASIDE, LEFT_OVER = ("damaged", "superseded"), (retention.PARTIAL, retention.TRASH)
 LINK = "a link"  # a reason to keep a row
 _POLICY = {"keep_last", "keep_every", "keep_best"}
 _OF_A_RUN = (contents.CONFIG, contents.STATUS, contents.METRICS)
@@ -224,7 +224,7 @@ def listing(place: CheckpointPath, policy: CheckpointConfig | None) -> Listing:
     except OSError as error:
         raise _no_answer(place.root, error) from error
     losses = {row.step: row.last_loss for row in rows if _is_ours(row) and row.step is not None}
-    reasons = candidates.reasons_to_keep(losses, policy, resumed_from) if policy else {}
+    reasons = retention.reasons_to_keep(losses, policy, resumed_from) if policy else {}
     rows = [
         replace(row, kept=reasons.get(row.step or 0, ())) if _is_ours(row) else row for row in rows
     ]
@@ -276,7 +276,7 @@ def _losses(path: Path) -> tuple[float | None, float | None]:
     """Return the held-out loss of the checkpoint's own step, and that of the newest evaluation."""
     with suppress(form.DamagedError):  # the row has this damage under `wrong`
         state = form.state(path)
-        last, evaluation, step = candidates.loss_in(state), state.get("evaluation"), state["step"]
+        last, evaluation, step = retention.loss_in(state), state.get("evaluation"), state["step"]
         is_own = isinstance(evaluation, dict) and evaluation.get("step", step) == step
         return (last if is_own else None), last
     return None, None

@@ -1,9 +1,9 @@
 """Delete the checkpoints that the policy of a run does not keep.
 
 Without `yes` they are only listed; with it they are deleted while the run's lock is held. The rule
-is the one that retention applies after a save. Before anything is deleted, every byte of the
-checkpoints to keep is verified: otherwise three damaged ones could be kept and an intact one
-deleted.
+is that of `checkpoint/retention.py`, which a run applies after each save. Before anything is
+deleted, every byte of the checkpoints to keep is verified: otherwise three damaged ones could be
+kept and an intact one deleted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmtrain.checkpoint import candidates, format as form
-from llmtrain.checkpoint.candidates import COMPLETE
+from llmtrain.checkpoint import format as form, retention
+from llmtrain.checkpoint.retention import COMPLETE
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.rundir.lock import RunLock
 from llmtrain.tools.checkpoints import look
@@ -127,8 +127,8 @@ def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
 def _delete(listing: look.Listing, goes: Sequence[look.CheckpointRow]) -> None:
     """Delete as retention does. Raises RunError if anything of it is still there afterwards."""
     assert listing.policy is not None
-    candidates.prune(listing.root, listing.policy, listing.run_id or "", listing.resumed_from)
-    candidates.clean_up(listing.root)
+    retention.prune(listing.root, listing.policy, listing.run_id or "", listing.resumed_from)
+    retention.clean_up(listing.root)
     for row in goes:
         if row.kind in look.SET_ASIDE:
             shutil.rmtree(listing.root / row.name, ignore_errors=True)  # checked below

@@ -15,6 +15,9 @@ holds them alone, and the base is read again at each start, and must be the same
 Kernels of attention and compilation are frozen while the type of the device stays. Kernels are
 decided before the plan, which counts what they keep. Whether to compile depends on the length of
 the run, which is known once the data is open. The kernel of the loss is frozen for the run.
+
+All that is frozen in `auto.json` are the fields of `rundir.status.FrozenChoices`; the config's keys
+that must not change are in `config/binding.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Resuming: find the checkpoint, check that it belongs to this run, load its state.
 
-    candidates.clean_up → read.find → (the model is built) → read.load_tensors
+    retention.clean_up → read.find → (the model is built) → read.load_tensors
 
 Random states are none of it: each step seeds its own draws. The trap: only in a new run is it
 correct to find no checkpoint. If the record names one and none is left, the start is refused, since
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llmtrain import system
 from llmtrain.agreement import agreed, on_rank_zero
-from llmtrain.checkpoint import candidates, format as form, read
+from llmtrain.checkpoint import format as form, read, retention
 from llmtrain.checkpoint.disk import Patience
 from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.config.binding import Bound, changes, refusals
@@ -93,7 +93,7 @@ def load_state(
 
 def _clear_away(root: Path, journal: Journal) -> None:
     """Remove the unfinished saves and deletions of a killed start."""
-    if gone := candidates.clean_up(root):
+    if gone := retention.clean_up(root):
         journal.event("leftovers_removed", 0, names=gone)
 
 

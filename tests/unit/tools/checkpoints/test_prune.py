@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from helpers.checkpoints import RUN, flip, save, saved_run
 
-from llmtrain.checkpoint import candidates, format as form
+from llmtrain.checkpoint import format as form, retention
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir.lock import Holder, RunLock, boot_id
@@ -44,7 +44,7 @@ def test_what_goes_is_what_retention_of_the_run_would_delete(run, tmp_path):
     twin = tmp_path / "twin"
     shutil.copytree(run / "checkpoints", twin)
     policy = CheckpointConfig(keep_last=2, keep_every=8, keep_best=1)
-    gone = candidates.prune(twin, policy, RUN, "step-00000020")
+    gone = retention.prune(twin, policy, RUN, "step-00000020")
     found = prune(run, yes=True)
     assert names(found.goes) == gone == ["step-00000004"]
     assert there(run) == sorted(path.name for path in twin.iterdir())
