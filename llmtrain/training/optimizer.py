@@ -5,9 +5,9 @@
     adamw_8bit   AdamW of bitsandbytes, which keeps its moments in 8 bits
 
 Each group of the optimizer has an entry `algorithm`. It says which tensors the optimizer keeps for
-a parameter of the group: see `distributed/plan/memory.py`. The learning rate's schedule (cosine,
-linear, constant or wsd: `learning_rate_factor`) is a pure function of the step, so that a checkpoint
-need not store it.
+a parameter of the group: see `distributed/plan/memory.py`. The schedule of the learning rate
+(cosine, linear, constant or wsd: `learning_rate_factor`) is a pure function of the step, so that a
+checkpoint need not store it.
 
 AdamW is one call of torch's fused kernel for each group. `torch.optim.AdamW` finds out in each step
 what does not change in a run: whether a parameter has its state, and which parameters are alike.

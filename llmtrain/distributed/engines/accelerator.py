@@ -45,6 +45,7 @@ from llmtrain.distributed.engines.zero import DeepSpeedEngine
 from llmtrain.distributed.launch.environment import family, model_cut
 from llmtrain.distributed.launch.named import is_true
 from llmtrain.distributed.launch.rendezvous import meet_again
+from llmtrain.distributed.plan.memory import OFFLOADS
 from llmtrain.distributed.ranks import ModelGroups, RankGroup, model_groups
 from llmtrain.types import ModelCut, RankLayout, Ranks, rank_layout
 
@@ -299,7 +300,7 @@ def _make_fsdp(
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in env:
         # transformers reads it too, and would load weights on rank 0 only.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    offload = strategy == "fsdp2_offload" and not cpu
+    offload = strategy in OFFLOADS and not cpu
     return Sharding(accelerator, distributed.wrap_class, sync, replica, replicas, offload)
 
 

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain import system
 from llmtrain.distributed.engines import state
 from llmtrain.distributed.launch.named import hsdp_mesh, one_sided, value
+from llmtrain.distributed.plan.memory import OFFLOADS
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few
 from llmtrain.torch_private import fsdp_groups
@@ -113,9 +114,9 @@ def plugin(
     for key, ignored, done in _OVERRULED:
         if value(env, key).lower() == ignored.lower():
             _log.warning("%s: %s of the launch file is not used: %s", key, ignored, done)
-    offload = strategy == "fsdp2_offload"
+    offload = strategy in OFFLOADS
     if offload and cpu:
-        _log.warning("fsdp2_offload on a CPU is rehearsed without offload: torch needs a device")
+        _log.warning("%s on a CPU is rehearsed without offload: torch needs a device", strategy)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from llmtrain.config.checks import EXACT, check_batch, check_micro_batch
 from llmtrain.config.yaml12 import parse
 from llmtrain.distributed.launch import named
-from llmtrain.distributed.plan.memory import FSDP, ZERO
+from llmtrain.distributed.plan.memory import FSDP, OFFLOADS, ZERO
 from llmtrain.distributed.plan.strategy import LADDER
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.system import ancestors
@@ -293,7 +293,7 @@ def strategy_problems(strategy: str, processes: int, cut: ModelCut) -> Iterator[
     if family(strategy) == "zero":
         expected = f"ddp, fsdp2 or hsdp with {named_cut}: DeepSpeed shards whole models"
         yield Problem(key, strategy, expected, f"fsdp2, as in {named.example('fsdp2_tp')}")
-    elif strategy == "fsdp2_offload" and cut.weights > 1:
+    elif strategy in OFFLOADS and cut.weights > 1:
         expected = f"fsdp2 with {named_cut}: parts on the host cannot be exchanged for a checkpoint"
         yield Problem(key, strategy, expected, f"fsdp2, as in {named.example('fsdp2_tp')}")
     elif family(strategy) == "fsdp" and processes == cut.weights:

@@ -96,9 +96,11 @@ MESH = LaunchSection(
 STAGES = "parallelism_config_pp_size"  # as some would name it; there is no such key
 SECTIONS = {"fsdp_config": FSDP, "deepspeed_config": DEEPSPEED, "parallelism_config": MESH}
 VARIABLES = {**FSDP.variables, **DEEPSPEED.variables, **MESH.variables}
+_TRUE = ("1", "true", "yes")
 # accelerate's defaults for keys that its file does not have.
 _DEFAULTS = {
     "fsdp_version": "1",
+    "fsdp_reshard_after_forward": "true",
     "zero_stage": "2",
     "offload_optimizer_device": "none",
     "offload_param_device": "none",
@@ -112,7 +114,8 @@ def _zero(stage: int, device: str) -> dict[str, object]:
     return {"zero_stage": stage, **devices}
 
 
-# Family → strategy → the keys that make it. HSDP is FSDP2 with a `parallelism_config` beside it.
+# Family → strategy → the keys that make it; the first that fits counts. HSDP is FSDP2 with a
+# `parallelism_config` beside it.
 STRATEGIES: dict[str, dict[str, dict[str, object]]] = {
     "fsdp": {
         "fsdp2": {"fsdp_offload_params": False},
@@ -143,13 +146,13 @@ def value(env: Mapping[str, str], key: str) -> str:
 
 def is_true(env: Mapping[str, str], name: str) -> bool:
     """Whether a variable is set to true, yes or 1."""
-    return env.get(name, "false").strip().lower() in ("1", "true", "yes")
+    return env.get(name, "").strip().lower() in _TRUE
 
 
 def has_values(env: Mapping[str, str], values: Mapping[str, object]) -> bool:
     """Whether these keys of the launch file have these values in the environment of a rank."""
     return all(
-        is_true(env, variable(key)) == wanted
+        (value(env, key).lower() in _TRUE) == wanted
         if isinstance(wanted, bool)
         else value(env, key).lower() == str(wanted)
         for key, wanted in values.items()

@@ -31,6 +31,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Protocol, assert_never
 
+from llmtrain.distributed.launch.named import STRATEGIES
 from llmtrain.distributed.plan.balance import held_passes, parts_of
 from llmtrain.errors import Problem
 from llmtrain.types import (
@@ -53,9 +54,13 @@ from llmtrain.types import (
 Arithmetic = str
 
 PARTS = ("parameters", "gradients", "optimizer", "working", "activations", "head", "reserve")
-FSDP = ("fsdp2", "hsdp", "fsdp2_offload")
-ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
-OFFLOADS = ("fsdp2_offload", "zero3_offload")
+FSDP, ZERO = (tuple(STRATEGIES[family]) for family in ("fsdp", "zero"))
+OFFLOADS = tuple(
+    strategy
+    for strategies in STRATEGIES.values()
+    for strategy, keys in strategies.items()
+    if keys.get("fsdp_offload_params") or keys.get("offload_optimizer_device") == "cpu"
+)
 
 # DeepSpeed's defaults in elements, which are our upper limits: reduce_bucket_size and
 # stage3_prefetch_bucket_size.

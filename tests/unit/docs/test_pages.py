@@ -126,6 +126,14 @@ def test_what_the_diffs_of_the_first_changes_take_away_is_in_the_code():
     assert [line for line in taken if line not in code] == []
 
 
+def test_the_diffs_of_the_first_changes_add_calls_of_what_exists():
+    code = "\n".join(path.read_text() for path in (ROOT / "llmtrain").rglob("*.py"))
+    added = "\n".join(fence.text for fence in of_language("understand/first-change.md", "diff"))
+    classes = set(re.findall(r"\b_?[A-Z][a-z]\w+(?=\()", added))
+    own = set(re.findall(r"class (\w+)", added))
+    assert {name for name in classes - own if f"class {name}" not in code} == set()
+
+
 def test_the_first_page_leads_to_every_other():
     seen, new = set(), {"index.md"}
     while new:
