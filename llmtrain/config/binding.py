@@ -128,6 +128,11 @@ class DataSettings:
     values: Mapping[str, object]
 
 
+def worker_count(data: schema.DataConfig, by_default: int = 0) -> int:
+    """Return how many processes read ahead for a rank. by_default: how many auto is; on CUDA 1"""
+    return by_default if data.workers == "auto" else data.workers
+
+
 def data_settings(config: schema.Config) -> DataSettings:
     """Return the settings of a config that concern the data."""
     return DataSettings(

@@ -156,10 +156,6 @@ class DataConfig(Section):
     on_bad_unit: Literal["error", "skip"] = "error"
     """What to do when a file part cannot be read; skips are recorded."""
 
-    def worker_count(self, by_default: int = 0) -> int:
-        """Return `workers`. by_default: how many are meant by auto; 1 on CUDA"""
-        return by_default if self.workers == "auto" else self.workers
-
 
 class ChatConfig(Section):
     """How conversations become tokens, and which of these are trained on."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from llmtrain.config.binding import data_settings
+from llmtrain.config.binding import data_settings, worker_count
 from llmtrain.config.schema import Answers, Config
 from llmtrain.data.audit.count import Counted, count_documents, epoch
 from llmtrain.data.audit.first_rows import count_unread
@@ -187,7 +187,7 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     Raises UserError for problems of the data, and for a config with which that run could not be
     resumed, or a new one not begin: a model that cannot take its blocks or its tokenizer.
     """
-    workers = config.data.worker_count()
+    workers = worker_count(config.data)
     with scratch_copy_unless_other(config) as directory:
         is_new = not (directory / contents.MANIFEST).exists()
         prepare(config, directory, max(1, workers))
@@ -446,7 +446,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     there; else they are made in a temporary directory. Nothing is written to `run.dir`. Raises
     UserError for problems of the data.
     """
-    workers = config.data.worker_count()
+    workers = worker_count(config.data)
     with scratch_copy_unless_other(config) as directory:
         prepare(config, directory, world_size * max(1, workers))
         stream = open_blocks(

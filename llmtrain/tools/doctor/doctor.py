@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmtrain import system
 from llmtrain.agreement import Alone
 from llmtrain.checkpoint.disk import check_room, most_at_once, probe_directory
-from llmtrain.config.binding import data_settings
+from llmtrain.config.binding import data_settings, worker_count
 from llmtrain.config.checks import same_bits_in_words
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, TrainTokenizer
@@ -426,7 +426,7 @@ def data(context: DoctorContext, seconds: float = ANSWER_SECONDS) -> Verdict:
     """
     _quiet_hub()
     config = context.run
-    lanes_for = context.processes * max(1, config.data.worker_count())
+    lanes_for = context.processes * max(1, worker_count(config.data))
     late = threading.Event()
     timer = threading.Timer(seconds, late.set)
     with scratch_copy(config.run_dir) as folder, collect_warnings() as messages:

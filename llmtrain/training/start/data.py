@@ -12,7 +12,7 @@ from pathlib import Path
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import ResumePoint
-from llmtrain.config.binding import data_settings
+from llmtrain.config.binding import data_settings, worker_count
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data import heldout, survey
 from llmtrain.data.audit.count import epoch
@@ -52,7 +52,7 @@ def open_data(
     system.beat("opening the data")
     ranks, run_dir, layout = processes.launched.ranks, config.run_dir, processes.launched.layout
     by_default = 1 if processes.launched.device.type == "cuda" else 0
-    workers = config.data.worker_count(by_default)
+    workers = worker_count(config.data, by_default)
     lanes_for = layout.data_size * max(1, workers)
     saved = DataState.from_json(resume_point.state["data"]) if resume_point else None
     base = processes.base
