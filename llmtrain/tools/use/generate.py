@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rows import BadRowError, Message
 from llmtrain.data.chat.template import Tools
-from llmtrain.data.manifest import ChatFacts, glance
+from llmtrain.data.manifest import ChatFacts
 from llmtrain.data.tokens.encode import open_chat
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
-from llmtrain.rundir import contents
 from llmtrain.text import first_line
 from llmtrain.tools.use.load import LoadedModel, check_writes, open_model
 from llmtrain.tools.use.target import KEY, Target, find_target
@@ -234,12 +233,10 @@ def open_chat_prompts(opened: LoadedModel) -> ChatIds:
 
 def _template_of(target: Target) -> Chat | None:
     """Return the template of a checkpoint as its run used it; None for any other model."""
-    manifest = target.run_dir / contents.MANIFEST if target.run_dir else None
-    if manifest is None or not manifest.is_file():
+    if not (manifest := target.manifest):
         return None
-    stored = glance(manifest)
-    facts = stored.get("chat")
-    return open_chat(target.directory, ChatFacts(**facts) if facts else None, stored["seq_len"])
+    facts = manifest.get("chat")
+    return open_chat(target.directory, ChatFacts(**facts) if facts else None, manifest["seq_len"])
 
 
 def _write(

@@ -84,6 +84,12 @@ class Target:
         )
 
     @property
+    def manifest(self) -> JsonMapping:
+        """The data manifest of the run that saved them; {} if there is none."""
+        path = self.run_dir / contents.MANIFEST if self.run_dir else None
+        return glance(path) if path and path.is_file() else {}
+
+    @property
     def is_adapter(self) -> bool:
         """Whether these are adapters, which need the model that they were trained on."""
         return (self.directory / untrusted.ADAPTER_CONFIG).is_file()

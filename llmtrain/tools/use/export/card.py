@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.data.manifest import glance
 from llmtrain.model.base import Base
-from llmtrain.rundir import contents, record
+from llmtrain.rundir import record
 from llmtrain.text import harmless
 from llmtrain.tools.use.load import base_of_adapter
 from llmtrain.tools.use.target import Target
-from llmtrain.types import JsonMapping, JsonObject
+from llmtrain.types import JsonMapping
 
 _SHOWN_VERSIONS = ("llmtrain", "torch", "transformers", "peft")
 _UNKNOWN = "not stated; see those of the data and of the base"
@@ -25,9 +24,10 @@ def text(target: Target, dtype: str, *, merged: bool) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     base, scores = _base(target), target.preference.loss == "reward"
+    sources = target.manifest.get("sources", ())
     data = ModelCardData(
         base_model=_hub_id(base.path) if base else None,
-        datasets=[source["path"] for source in _sources(target) if source["remote"]] or None,
+        datasets=[source["path"] for source in sources if source["remote"]] or None,
         license=_license(base),
         library_name="peft" if target.is_adapter and not merged else "transformers",
         pipeline_tag="text-classification" if scores else "text-generation",
@@ -47,7 +47,7 @@ def _lines(target: Target, base: Base | None, dtype: str, license_: str | None) 
     if (asked := target.preference).answers:
         beta = "" if asked.loss == "reward" else f", beta {asked.beta:g}"
         yield f"| preference loss | {asked.loss}{beta} |"
-    for source in _sources(target):
+    for source in target.manifest.get("sources", ()):
         where = source["path"] if source["remote"] else Path(source["path"]).name
         at = f" at {source['revision']}" if source.get("revision") else ""
         yield f"| data | {_plain(where)}{at} |"
@@ -95,11 +95,6 @@ def _license(base: Base | None) -> str | None:
     except ValueError:  # no valid card: its licence is not known
         return None
     return license_ if isinstance(license_, str) else None
-
-
-def _sources(target: Target) -> list[JsonObject]:
-    manifest = target.run_dir / contents.MANIFEST if target.run_dir else None
-    return list(glance(manifest)["sources"]) if manifest and manifest.is_file() else []
 
 
 def _hub_id(path: str) -> str | None:
