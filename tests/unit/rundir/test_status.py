@@ -80,8 +80,9 @@ def test_a_replacement_that_fails_leaves_the_old_file(tmp_path):
 
 def test_a_directory_without_a_readable_status_has_none(tmp_path):
     assert read_status(tmp_path) == {}
-    (tmp_path / STATUS).write_bytes(b"\0\0")
-    assert read_status(tmp_path) == {}
+    for damaged in (b"\0\0", b"[1]", b"[" * 100_000):
+        (tmp_path / STATUS).write_bytes(damaged)
+        assert read_status(tmp_path) == {}
 
 
 def test_what_is_no_file_is_no_status(tmp_path):
