@@ -224,7 +224,8 @@ class FaultyRun:
         until(lambda: not self.processes(), "the end of every process of the run")
         if not self.launches or not self.run_dir.is_dir():
             return
-        assert self.left_over() == []
+        left = self.left_over()
+        assert not left, f"left over: {left}"
         with RunLock(self.run_dir, "after the test"):
             pass
 

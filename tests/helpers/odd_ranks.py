@@ -144,7 +144,7 @@ def noting_what_is_built(config: str, output: str) -> None:
     def built(*args: Any, **more: Any) -> Any:
         made = make(*args, **more)
         held = sum(p.numel() for p in made.model.parameters() if not p.is_meta)
-        seen = {"read": read, "held": held, "whole": made.whole is not None}
+        seen = {"read": read, "held": held, "whole": made.full_model is not None}
         Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps(seen))
         return made
 
