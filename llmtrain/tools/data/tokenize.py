@@ -17,7 +17,8 @@ decides that itself, by document number.
 group at a time, so small ones keep memory low and mix documents well; a compressed file of lines
 can only be read as a whole.
 
-Both run one function over many tasks, in spawned processes that never outlive the command.
+Both run one function over many tasks, in spawned processes that never outlive the command and
+import no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
-from llmtrain.training.start.prepare import load_manifest, write_data
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -264,6 +264,9 @@ def _make(out: Path, work: Path) -> None:
 
 def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, Tokenizer]:
     """Return the manifest and tokenizer, new ones or those of the command that began here."""
+    # It imports torch, which takes three seconds; `repack` and the processes need none.
+    from llmtrain.training.start.prepare import load_manifest, write_data
+
     record = work / contents.CONFIG
     begun = record.exists() and (work / contents.MANIFEST).exists()
     if begun:

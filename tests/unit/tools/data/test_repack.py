@@ -267,6 +267,14 @@ def test_a_full_disk_is_one_message_and_code_74(mixed, tmp_path, server):
     assert contents(out) == {}
 
 
+def test_it_needs_no_torch_and_neither_do_the_processes_that_tokenize():
+    code = (
+        "import sys, llmtrain.tools.data.tokenize\n"
+        "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.launches
 def test_the_command_tells_scripts_what_it_wrote(mixed, tmp_path):
     command = [sys.executable, "-m", "llmtrain", "data", "repack", str(mixed)]
