@@ -101,10 +101,15 @@ def alone(server, tmp_path_factory):
 
 
 def diagonal(models, schedules):
-    """Each model under one schedule; the others are `wide`."""
+    """Each model under one schedule; the others are `wide`, or `slow` if they are interleaved."""
     turns = dict(zip(models, itertools.cycle(schedules)))
     return [
-        pytest.param(model, schedule, marks=[] if turns[model] == schedule else [pytest.mark.wide])
+        pytest.param(
+            *(model, schedule),
+            marks=[]
+            if turns[model] == schedule
+            else [pytest.mark.slow if schedule == "interleaved" else pytest.mark.wide],
+        )
         for model, schedule in itertools.product(models, schedules)
     ]
 
@@ -166,9 +171,17 @@ def test_a_pipeline_of_four_ties_its_ends(server, tmp_path, alone):
     [
         {"model__activation_checkpointing": "full"},
         pytest.param({"model__activation_checkpointing": "selective"}, marks=pytest.mark.slow),
-        pytest.param({"training__z_loss": 1e-3}, marks=pytest.mark.wide),
-        pytest.param({"training__loss_kernel": "logits"}, marks=pytest.mark.wide),
-        pytest.param({"optimizer__name": "muon"}, marks=pytest.mark.wide),
+        pytest.param({"training__z_loss": 1e-3}, marks=pytest.mark.slow),
+        pytest.param({"training__loss_kernel": "logits"}, marks=pytest.mark.slow),
+        pytest.param({"optimizer__name": "muon"}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "training__z_loss": 1e-3,
+                "training__loss_kernel": "logits",
+                "optimizer__name": "muon",
+            },
+            marks=pytest.mark.wide,
+        ),
         pytest.param({"data__packing": "single"}, marks=pytest.mark.wide),
         pytest.param({"checkpoint__background": True}, marks=pytest.mark.wide),
     ],

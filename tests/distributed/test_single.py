@@ -131,7 +131,7 @@ def by_hand(path, run_dir):
 
 
 # One of them in each full run of the tests, and all in the longer sweep.
-SOME = [pytest.param(kind, marks=() if kind == "falcon_h1" else pytest.mark.slow) for kind in KINDS]
+SOME = [pytest.param(kind, marks=() if kind == "lfm2" else pytest.mark.slow) for kind in KINDS]
 
 
 def run(server, path, processes, faults=""):

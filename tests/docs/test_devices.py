@@ -22,7 +22,7 @@ COMMANDS = {
 }
 STEPS = 4
 # The others differ from these in what a single machine without a GPU does not do.
-SOME = ("cpu", "fsdp2", "zero2")
+SOME = ("fsdp2", "zero2")
 
 
 def test_there_is_a_line_for_every_file():

@@ -34,14 +34,16 @@ SMALLEST: dict[str, list[str]] = {
     "speedrun": ["--data", "{data}"],
     "threads": [],
 }
-# Half a minute and more on a quiet machine.
+# Half a minute and more on a quiet machine, or between other tests.
 LONG = {
     "checkpoint",
     "convergence",
     "deaths",
     "defaults",
     "finetune",
+    "head",
     "parallel",
+    "scaling",
     "speedrun",
     "threads",
 }

@@ -267,6 +267,7 @@ def test_a_full_disk_is_one_message_and_code_74(mixed, tmp_path, server):
     assert contents(out) == {}
 
 
+@pytest.mark.launches
 def test_it_needs_no_torch_and_neither_do_the_processes_that_tokenize():
     code = (
         "import sys, llmtrain.tools.data.tokenize\n"
