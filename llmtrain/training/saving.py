@@ -126,11 +126,11 @@ def open_saves(config: CheckpointConfig, launched: Launched, run_dir: Path) -> S
     network = bool(launched.ranks.highest(int(disk.is_network(run_dir))))
     whole = kind == "ddp" and not is_cut  # rank 0 has all tensors
     writers = disk.choose_writers(config.writers, nodes, network, whole=whole)
-    sent = writers == "rank0" and not whole
+    rank0_writes = writers == "rank0" and not whole
     on_gpu = launched.device.type == "cuda" and not is_cut
     wanted = on_gpu if config.background == "auto" else config.background
-    writer = Writer() if wanted and not sent else None
-    return Saves(config, writer, sent, replicas_shared=writers == "all")
+    writer = Writer() if wanted and not rank0_writes else None
+    return Saves(config, writer, rank0_writes, replicas_shared=writers == "all")
 
 
 def _begin(

@@ -150,12 +150,17 @@ def answer_path(root: Path, question: Sequence[str | None]) -> Path:
 
 
 def load_answer(path: Path) -> JsonObject | None:
-    """Return the stored answer, or None without a readable one."""
+    """Return the stored answer; None if there is none. A damaged one is logged, and is none."""
+    if not path.is_file():
+        return None
     try:
         answer = json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
+        if not isinstance(answer, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        _log.warning("%s is no answer of the Hub that can be used: %s", path, error)
         return None
-    return answer if isinstance(answer, dict) else None
+    return answer
 
 
 def store_answer(path: Path, answer: JsonObject) -> None:

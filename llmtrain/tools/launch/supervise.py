@@ -155,7 +155,7 @@ _FINAL = {
 _KILLED_SECONDS = 10.0
 _OF_MACHINES_SECONDS = 1.0  # before the first restart: the others wait for this machine
 
-OnLine = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +219,12 @@ class Waits:
 
 
 def supervise(
-    command: Sequence[str], run_dir: Path | None, on_line: OnLine, waits: Waits | None = None
+    command: Sequence[str], run_dir: Path | None, log: Log, waits: Waits | None = None
 ) -> Supervised:
     """Run a command until it has finished, was stopped, or a restart would not help.
 
     run_dir: None = that of the config in the command
-    on_line: called with each line of output, which contains no secret
+    log: called with each line of output, which contains no secret
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the command's process group, and then the
     command is not started again. Raises UserError before the first start if the config is wrong or
@@ -240,15 +240,15 @@ def supervise(
     known, tries, hide = _complete_checkpoints(run_dir), Tries(), hider(os.environ)
     with passing_signals_on(may_leave=of_machines) as forward:
         for number in count(1):
-            on_line(f"start {number}: {shown(command)}")
+            log(f"start {number}: {shown(command)}")
             start = _start_machine if of_machines else _start
-            end = start(command, run_dir, forward, waits.leave, on_line, number - 1)
+            end = start(command, run_dir, forward, waits.leave, log, number - 1)
             now = _complete_checkpoints(run_dir)
             progress, known = bool(now - known), known | now
             stopped = forward.asked is not None
             decision = decide(end, tries, waits, progress=progress, stopped=stopped)
             ended = f"start {number} {end.message} with code {decision.code}: {decision.why}"
-            on_line(hide(ended))
+            log(hide(ended))
             if decision.restart:
                 # Varied by ±20 %, so that runs ended by one fault do not restart together.
                 spread = 0.8 + 0.4 * int.from_bytes(os.urandom(4)) / 2**32
@@ -286,15 +286,10 @@ def decide(end: Ended, tries: Tries, waits: Waits, *, progress: bool, stopped: b
 
 
 def _start(
-    command: Sequence[str],
-    run_dir: Path,
-    forward: Forward,
-    leave: float,
-    on_line: OnLine,
-    restarts: int,
+    command: Sequence[str], run_dir: Path, forward: Forward, leave: float, log: Log, restarts: int
 ) -> Ended:
     """Run the command once, wait until none of its ranks is left, and return how it ended."""
-    wait_for_ranks = partial(_wait_for_ranks, run_dir, leave, on_line)
+    wait_for_ranks = partial(_wait_for_ranks, run_dir, leave, log)
     with _starting(command, forward):
         return run_child(command, _told(restarts), run_dir, forward, wait_for_ranks)
 
@@ -318,19 +313,14 @@ def _starting(command: Sequence[str], forward: Forward) -> Iterator[None]:
 
 
 def _start_machine(
-    command: Sequence[str],
-    run_dir: Path,
-    forward: Forward,
-    leave: float,
-    on_line: OnLine,
-    restarts: int,
+    command: Sequence[str], run_dir: Path, forward: Forward, leave: float, log: Log, restarts: int
 ) -> Ended:
     """Run a command with `--nodes` once; return how this machine's part of the run ended."""
 
     def wait_for_ranks(others: set[int]) -> None:
         if not wait_until(lambda: not living_children(others), leave):
             for child in living_children(others):
-                on_line(f"killed process {child.pid}: left {leave:.0f} s behind its launcher")
+                log(f"killed process {child.pid}: left {leave:.0f} s behind its launcher")
                 child.kill()
 
     with _starting(command, forward):
@@ -342,7 +332,7 @@ def _start_machine(
     )
 
 
-def _wait_for_ranks(run_dir: Path, leave: float, on_line: OnLine, others: set[int]) -> None:
+def _wait_for_ranks(run_dir: Path, leave: float, log: Log, others: set[int]) -> None:
     """Wait until the lock is free and no rank is left; after `leave` seconds, kill the ranks.
 
     Ranks whose launcher is gone are children of this process. others: children from before.
@@ -354,7 +344,7 @@ def _wait_for_ranks(run_dir: Path, leave: float, on_line: OnLine, others: set[in
 
     if not wait_until(gone, leave):
         for rank in _ranks(run_dir, others):
-            on_line(f"killed process {rank.pid}: a rank {leave:.0f} s behind its launcher")
+            log(f"killed process {rank.pid}: a rank {leave:.0f} s behind its launcher")
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()
         wait_until(gone, _KILLED_SECONDS)

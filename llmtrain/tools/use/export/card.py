@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.model.base import Base
@@ -24,7 +24,7 @@ def text(target: Target, dtype: str, *, merged: bool) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     base, scores = _base(target), target.preference.loss == "reward"
-    sources = target.manifest.get("sources", ())
+    sources: Sequence[JsonMapping] = target.manifest.get("sources", ())
     data = ModelCardData(
         base_model=_hub_id(base.path) if base else None,
         datasets=[source["path"] for source in sources if source["remote"]] or None,
@@ -33,11 +33,17 @@ def text(target: Target, dtype: str, *, merged: bool) -> str:
         pipeline_tag="text-classification" if scores else "text-generation",
         tags=["llmtrain"],
     )
-    body = "\n".join(_lines(target, base, dtype, data.license))
+    body = "\n".join(_lines(target, base, sources, dtype, data.license))
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n"))
 
 
-def _lines(target: Target, base: Base | None, dtype: str, license_: str | None) -> Iterator[str]:
+def _lines(
+    target: Target,
+    base: Base | None,
+    sources: Sequence[JsonMapping],
+    dtype: str,
+    license_: str | None,
+) -> Iterator[str]:
     yield f"# {_name(target)}\n"
     yield "Trained with llmtrain.\n"
     yield "| | |\n|---|---|"
@@ -47,7 +53,7 @@ def _lines(target: Target, base: Base | None, dtype: str, license_: str | None) 
     if (asked := target.preference).answers:
         beta = "" if asked.loss == "reward" else f", beta {asked.beta:g}"
         yield f"| preference loss | {asked.loss}{beta} |"
-    for source in target.manifest.get("sources", ()):
+    for source in sources:
         where = source["path"] if source["remote"] else Path(source["path"]).name
         at = f" at {source['revision']}" if source.get("revision") else ""
         yield f"| data | {_plain(where)}{at} |"

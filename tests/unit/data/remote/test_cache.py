@@ -99,7 +99,7 @@ def test_a_disk_that_cannot_be_written_is_said_once_and_survived(tmp_path, caplo
     assert "nothing more is kept" in caplog.text
 
 
-def test_an_answer_is_kept_by_everything_that_was_asked(tmp_path):
+def test_an_answer_is_kept_by_everything_that_was_asked(tmp_path, caplog):
     one = answer_path(tmp_path, ["http://hub", "a/b", None, "train", None])
     assert one != answer_path(tmp_path, ["http://hub", "a/b", None, "train", "v2"])
     assert load_answer(one) is None
@@ -107,7 +107,9 @@ def test_an_answer_is_kept_by_everything_that_was_asked(tmp_path):
     assert load_answer(one) == {"root": "r"}
     for damaged in (json.dumps({"root": "r"})[:-3], '["root"]', "[" * 100_000):
         one.write_text(damaged)
+        caplog.clear()
         assert load_answer(one) is None
+        assert str(one) in caplog.text
 
 
 @pytest.fixture
