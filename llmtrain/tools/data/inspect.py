@@ -188,7 +188,8 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
     resumed, or a new one not begin: a model that cannot take its blocks or its tokenizer.
     """
     workers = worker_count(config.data)
-    with scratch_copy_unless_other(config) as directory:
+    settings = data_settings(config)
+    with scratch_copy_unless_other(config.run_dir, settings) as directory:
         is_new = not (directory / contents.MANIFEST).exists()
         prepare(config, directory, max(1, workers))
         if is_new:
@@ -198,7 +199,6 @@ def inspect(config: Config, *, blocks: int = 3, documents: int = 1000) -> Inspec
             model_config(config.model, tokens, config.data.seq_len, base, **how)
         manifest = load_manifest(config, directory)
         encoder = open_encoder(directory / contents.TOKENIZER, manifest)
-        settings = data_settings(config)
         check(manifest, settings, encoder)
         reading = replace(reading_of(settings, directory), skip_bad_rows=True)  # they are counted
         return _inspection(config, manifest, encoder, reading, blocks, documents)
@@ -446,8 +446,8 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
     there; else they are made in a temporary directory. Nothing is written to `run.dir`. Raises
     UserError for problems of the data.
     """
-    workers = worker_count(config.data)
-    with scratch_copy_unless_other(config) as directory:
+    workers, settings = worker_count(config.data), data_settings(config)
+    with scratch_copy_unless_other(config.run_dir, settings) as directory:
         prepare(config, directory, world_size * max(1, workers))
         stream = open_blocks(
             load_manifest(config, directory),
@@ -456,7 +456,7 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
             rank=rank,
             world_size=world_size,
             workers=workers,
-            reading=reading_of(data_settings(config), directory),
+            reading=reading_of(settings, directory),
         )
         try:
             yield stream

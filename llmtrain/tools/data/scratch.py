@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from llmtrain.config.binding import data_settings
-from llmtrain.config.schema import Config
+from llmtrain.config.binding import DataSettings
 from llmtrain.data.manifest import has_other_sources
 from llmtrain.rundir import contents
 
@@ -30,14 +29,16 @@ def scratch_copy(run_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def scratch_copy_unless_other(config: Config) -> AbstractContextManager[Path]:
-    """Return what `scratch_copy` does for the run of `config`; empty if that run has other sources.
+def scratch_copy_unless_other(
+    run_dir: Path, settings: DataSettings
+) -> AbstractContextManager[Path]:
+    """Return what `scratch_copy` does for this run; empty if the run has other sources.
 
     Looking at data is no part of a run, so an existing run does not limit which data can be seen.
     """
-    manifest = config.run_dir / contents.MANIFEST
-    other = manifest.exists() and has_other_sources(manifest, data_settings(config))
-    return scratch_copy(None if other else config.run_dir)
+    manifest = run_dir / contents.MANIFEST
+    other = manifest.exists() and has_other_sources(manifest, settings)
+    return scratch_copy(None if other else run_dir)
 
 
 def _copy(run_dir: Path, folder: Path) -> None:

@@ -42,7 +42,7 @@ from typing import TypeVar
 
 from llmtrain import system
 from llmtrain.config import schema
-from llmtrain.config.binding import Change, bind, changes, data_settings, dump
+from llmtrain.config.binding import Change, DataSettings, bind, changes, data_settings, dump
 from llmtrain.config.load import load_config
 from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import DataManifest
@@ -200,12 +200,12 @@ def tokenize(config: schema.Config, out: Path, jobs: int, progress: Progress) ->
     """
     began = time.perf_counter()
     wanted = _what_counts(config)
-    work = out / WORK
+    settings, work = data_settings(wanted), out / WORK
     _make(out, work)
     with RunLock(work, "tokenize"), room_needed():
-        manifest, tokenizer = _begin(wanted, out, work)
+        manifest, tokenizer = _begin(wanted, settings, out, work)
         paths = [out / f"{name}.idx" for name in file_names(manifest.labels)]
-        _write(manifest, tokenizer, reading_of(data_settings(wanted), work), paths, jobs, progress)
+        _write(manifest, tokenizer, reading_of(settings, work), paths, jobs, progress)
         for folder in (PARTS, "footers"):
             shutil.rmtree(work / folder, ignore_errors=True)
     descriptions = [json.loads(path.with_suffix(".json").read_text("utf-8")) for path in paths]
@@ -262,7 +262,9 @@ def _make(out: Path, work: Path) -> None:
         raise UserError(Problem("--out", out, expected)) from error
 
 
-def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, Tokenizer]:
+def _begin(
+    config: schema.Config, settings: DataSettings, out: Path, work: Path
+) -> tuple[DataManifest, Tokenizer]:
     """Return the manifest and tokenizer, new ones or those of the command that began here."""
     # It imports torch, which takes three seconds; `repack` and the processes need none.
     from llmtrain.training.start.prepare import load_manifest, write_data
@@ -275,11 +277,11 @@ def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, 
         for entry in (work / contents.TOKENIZER, work / PARTS):
             shutil.rmtree(entry, ignore_errors=True)
         contents.write_atomically(record, dump(config).encode())
-        surveyed = survey(data_settings(config), 1, work)
+        surveyed = survey(settings, 1, work)
         # Raise UserError with every source that has no texts to tokenize.
         cached = "documents of text; a token cache is tokenized already"
         talks = "documents of text: a token cache cannot say which tokens of a turn are trained"
-        if surveyed.settings.preference.answers:
+        if settings.preference.answers:
             talks = "documents of text: a token cache cannot say which answer is the better one"
         refused = (one for one in surveyed.sources if one.cached or one.form is not None)
         raise_any(Problem("data.sources", s.path, cached if s.cached else talks) for s in refused)
@@ -288,7 +290,7 @@ def _begin(config: schema.Config, out: Path, work: Path) -> tuple[DataManifest, 
     tokenizer = open_tokenizer(work / contents.TOKENIZER, manifest.tokenizer.backend)
     if begun:
         try:
-            check(manifest, data_settings(config), DocumentEncoder(tokenizer))
+            check(manifest, settings, DocumentEncoder(tokenizer))
         except UserError as error:  # its remedies are written for a run
             problems = [replace(problem, remedy=_PUT_BACK) for problem in error.problems]
             raise UserError(*problems) from error

@@ -22,6 +22,7 @@ from llmtrain.checkpoint.read import ResumePoint
 from llmtrain.checkpoint.write import OpenSave
 from llmtrain.config.binding import Bound
 from llmtrain.config.schema import Answers, CheckpointConfig, Config
+from llmtrain.data.documents.reader import Reading
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.state import DataState
@@ -103,6 +104,7 @@ class Processes:
 class DataSide:
     """The data, opened at the position of the checkpoint.
 
+    reading: how units are read while the run is opened, which a request to stop ends
     heldout: None = nothing is held out
     changed: parts of the fingerprint that differ from the checkpoint's, all of them accepted
     ended: whether no block is left to train on
@@ -113,6 +115,7 @@ class DataSide:
 
     manifest: DataManifest
     encoder: DocumentEncoder
+    reading: Reading
     heldout: HeldOut | None
     stream: Stream
     state: DataState

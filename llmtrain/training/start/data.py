@@ -12,7 +12,7 @@ from pathlib import Path
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
 from llmtrain.checkpoint.read import ResumePoint
-from llmtrain.config.binding import data_settings, worker_count
+from llmtrain.config.binding import DataSettings, data_settings, worker_count
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data import heldout, survey
 from llmtrain.data.audit.count import epoch
@@ -55,9 +55,9 @@ def open_data(
     workers = worker_count(config.data, by_default)
     lanes_for = layout.data_size * max(1, workers)
     saved = DataState.from_json(resume_point.state["data"]) if resume_point else None
-    base = processes.base
+    base, settings = processes.base, data_settings(config)
     on_rank_zero(ranks, lambda: prepare.prepare(config, run_dir, lanes_for, base, saved, stop))
-    manifest, encoder = agreed(ranks, lambda: _checked_data(config, run_dir))
+    manifest, encoder = agreed(ranks, lambda: _checked_data(config, settings, run_dir))
     before = saved or DataState.fresh(manifest)
     agreed(ranks, lambda: check(before, manifest, config.checkpoint.accept_changes))
     changed = tuple(differing(before, manifest))
@@ -67,8 +67,8 @@ def open_data(
         if tuple(resume_point.state["weights"]) != manifest.weights:
             state = replace(state, weights_from=state.next_block)
     _warn_of_lanes(config, manifest, layout.data_size, workers)
-    reading = reading_of(data_settings(config), run_dir, stop)
-    held = _open_heldout(config, manifest, encoder, ranks, reading)
+    reading = reading_of(settings, run_dir, stop)
+    held = _open_heldout(config, settings, manifest, encoder, ranks, reading)
     stream = open_stream(
         manifest,
         run_dir / TOKENIZER,
@@ -83,7 +83,9 @@ def open_data(
     )
     stack.enter_context(closing(stream))
     ended = bool(resume_point and resume_point.state["ended"] and not changed)
-    return DataSide(manifest, encoder, held, stream, state, changed, ended, manifest.answers)
+    return DataSide(
+        manifest, encoder, reading, held, stream, state, changed, ended, manifest.answers
+    )
 
 
 def with_steps(
@@ -91,22 +93,19 @@ def with_steps(
     processes: Processes,
     data: DataSide,
     resume_point: ResumePoint | None,
-    stop: Stopping,
 ) -> Config:
     """Return the config with `training.epochs`, if set, converted to `training.steps`.
 
     The size of an epoch is computed once and kept in `auto.json`, so that a later change of the
-    number of epochs changes only the length of the run. stop: as for `open_data`. Raises UserError
-    if the run has already made more steps.
+    number of epochs changes only the length of the run. Raises UserError if the run has already
+    made more steps.
     """
     ranks, auto, training = processes.launched.ranks, processes.auto, config.training
     if training.epochs is not None:
         counted = auto.epoch
         if counted is None or counted.get("data") != data.manifest.fingerprint:
-            reading = reading_of(data_settings(config), config.run_dir, stop)
-            epoch_fields = from_rank_zero(
-                ranks, lambda: asdict(epoch(data.manifest, data.encoder, reading, (), data.state))
-            )
+            parts = (data.manifest, data.encoder, data.reading, (), data.state)
+            epoch_fields = from_rank_zero(ranks, lambda: asdict(epoch(*parts)))
             auto.epoch = counted = {"data": data.manifest.fingerprint, **epoch_fields}
         steps = _steps_of(training, counted)
         how = "exactly" if counted["exact"] else "estimated"
@@ -210,10 +209,12 @@ def _check_length(config: Config, counted: JsonMapping, resume_point: ResumePoin
         raise UserError(Problem("training.epochs", f"{epochs:g} ({steps} steps)", expected, remedy))
 
 
-def _checked_data(config: Config, run_dir: Path) -> tuple[DataManifest, DocumentEncoder]:
+def _checked_data(
+    config: Config, settings: DataSettings, run_dir: Path
+) -> tuple[DataManifest, DocumentEncoder]:
     manifest = prepare.load_manifest(config, run_dir)
     encoder = open_encoder(run_dir / TOKENIZER, manifest)
-    survey.check(manifest, data_settings(config), encoder)
+    survey.check(manifest, settings, encoder)
     raise_any(_unwritable(config.evaluation.prompts, encoder))
     return manifest, encoder
 
@@ -255,7 +256,12 @@ def _warn_of_lanes(config: Config, manifest: DataManifest, world_size: int, work
 
 
 def _open_heldout(
-    config: Config, manifest: DataManifest, encoder: DocumentEncoder, ranks: Ranks, reading: Reading
+    config: Config,
+    settings: DataSettings,
+    manifest: DataManifest,
+    encoder: DocumentEncoder,
+    ranks: Ranks,
+    reading: Reading,
 ) -> HeldOut | None:
     """Make the held-out file on rank 0, load it on every rank, and check that all have the same."""
     from safetensors import SafetensorError
@@ -269,7 +275,7 @@ def _open_heldout(
                 return
         except SafetensorError:
             _log.warning("%s was damaged and is made again", path)
-        sources = survey.evaluation_sources(data_settings(config), reading)
+        sources = survey.evaluation_sources(settings, reading)
         limit = config.evaluation.max_documents
         heldout.prepare(manifest, encoder, path, limit, reading, sources)
 

@@ -80,7 +80,7 @@ def start_run(config: Config) -> Iterator[Run]:
                 resumed = resuming.find_checkpoint(config, processes, here.place, journal, patience)
             with stage():
                 data = open_data(config, processes, resumed, stack, stopping)
-                config = with_steps(config, processes, data, resumed, stopping)
+                config = with_steps(config, processes, data, resumed)
             signals.cut_short(_PATIENCE_SECONDS, data.stream.interrupt)
             journal.progress.lasts(config.total_steps, config.training.batch)
             with stage():

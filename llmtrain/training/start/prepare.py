@@ -13,7 +13,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from llmtrain.config.binding import changes, data_settings, is_accepted
+from llmtrain.config.binding import DataSettings, changes, data_settings, is_accepted
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data import manifest as manifests, survey
 from llmtrain.data.audit import first_rows
@@ -63,18 +63,19 @@ def prepare(
     Raises UserError for what is wrong with the data.
     """
     _take_over(run_dir)
+    settings = data_settings(config)
     if not (run_dir / MANIFEST).exists():
-        surveyed = survey.survey(data_settings(config), processes, run_dir, stop=stop)
+        surveyed = survey.survey(settings, processes, run_dir, stop=stop)
         write_data(config, surveyed, run_dir, base)
         return
-    changed = accepted_changes(config, run_dir)
+    changed = accepted_changes(config, settings, run_dir)
     if not changed:
         return
     _log.info("made again, as checkpoint.accept_changes asks: %s", ", ".join(changed))
     lanes = None
     if not any(key.startswith(("data.lanes", "data.sources")) for key in changed):
         lanes = manifests.glance(run_dir / MANIFEST)["lanes"]
-    surveyed = survey.survey(data_settings(config), processes, run_dir, lanes, stop)
+    surveyed = survey.survey(settings, processes, run_dir, lanes, stop)
     partial = run_dir / f"{STAGED}.partial"  # the old ones are kept until these are accepted
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -189,13 +190,12 @@ def _take_over(run_dir: Path) -> None:
     new.rmdir()
 
 
-def accepted_changes(config: Config, run_dir: Path) -> list[str]:
+def accepted_changes(config: Config, settings: DataSettings, run_dir: Path) -> list[str]:
     """Return the keys that have changed since the manifest was made, if all of them are accepted.
 
     Returns [] if one is not: the check that follows on every rank refuses it.
     """
     made_with = manifests.glance(run_dir / MANIFEST)["made_with"]
-    settings = data_settings(config)
     keys = [change.key for change in changes(made_with, survey.values_now(made_with, settings))]
     try:
         keys += [problem.key for problem in survey.changed_files(load_manifest(config, run_dir))]

@@ -30,9 +30,8 @@ from llmtrain.agreement import agreed, on_rank_zero
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.disk import StoppedError
 from llmtrain.checkpoint.read import ResumePoint
-from llmtrain.config.binding import data_settings, is_accepted, way_out
+from llmtrain.config.binding import is_accepted, way_out
 from llmtrain.config.schema import Config
-from llmtrain.data.documents.reader import reading_of
 from llmtrain.data.stream import open_stream
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, reference
@@ -269,7 +268,7 @@ class _Pass:
             workers=0,
             next_block=before.next_block,
             cursors=before.cursors,
-            reading=reading_of(data_settings(config), config.run_dir, None),
+            reading=replace(run.data.reading, stop=None),
             encoder=run.data.encoder,
         )
         apart = math.gcd(layout.data_size, manifest.lanes)
