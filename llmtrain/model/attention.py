@@ -158,8 +158,12 @@ def install(
     log_reason: whether to log why a model keeps its own attention.
 
     Returns the name of the attention that the model uses now: `llmtrain`, or transformers' `sdpa`
-    or `eager`.
+    or `eager`. Raises ValueError for a model that rounds more than fp32, which hides what differs:
+    adapters, below which weights may be bf16, are attached afterwards.
     """
+    held = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    if compare and not held <= {torch.float32, torch.float64}:
+        raise ValueError(f"weights of {held}; install the attention before adapters")
     name = NAME
     if reason := why_not(model, seq_len, compare=compare):
         name = backend(model)

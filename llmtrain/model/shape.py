@@ -250,8 +250,8 @@ _KEPT = [
 def apply_checkpointing(model: PreTrainedModel, checkpointing: str) -> None:
     """Set up `none`, `selective` or `full` in place for the training forwards of a bare model.
 
-    Call it before the optimizer is made and before the model is sharded. Raises UserError for a
-    model whose code does not support it.
+    Call it before the model is sharded; compiled blocks are computed again, too. Raises UserError
+    for a model whose code does not support it.
     """
     if checkpointing == "none":
         return

@@ -54,8 +54,15 @@ def spec(model: Module, optimizer: Optimizer, shard_bytes: int) -> Spec:
     No file has more than `shard_bytes` of tensors, except for a single tensor that is larger, and
     except for adapters: peft reads only one file.
 
-    Raises ValueError for a trainable weight that is not fp32, and for an unsupported dtype.
+    Raises ValueError for a trainable weight that is not fp32, for an unsupported dtype, and if the
+    optimizer was made before the model had all that it trains.
     """
+    driven = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if driven != {id(parameter) for parameter in model.parameters() if parameter.requires_grad}:
+        raise ValueError(
+            "the optimizer changes other weights than the model trains; make it after adapters are "
+            "attached and weights are frozen"
+        )
     weights = {name: _tensor_spec(name, tensor) for name, tensor in named_tensors(model).items()}
     states = kept_states(optimizer)
     moments = {

@@ -51,9 +51,14 @@ def check_environment(
     """Raise UserError, with every problem, if the environment contradicts the requested run.
 
     Call it once, before torch is imported: an `Accelerator` writes ACCELERATE_USE_FSDP and
-    ACCELERATE_USE_DEEPSPEED into the environment.
+    ACCELERATE_USE_DEEPSPEED into the environment. If one exists already, this is refused.
     """
     check_docstrings(sys.flags.optimize)
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.is_initialized():
+        expected = "none before a run, which would get its precision, strategy and process group"
+        remedy = "llmtrain.train before it, or train(config, processes=1), in a process of its own"
+        raise UserError(Problem("Accelerator", "one of this process", expected, remedy))
     ignored = named.ignored_problems(launcher_file(env))
     raise_any([*ignored, *launch_problems(env, env, distributed, training)], _WHERE)
 

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llmtrain.config.schema import AdapterConfig
 from llmtrain.data.batches import batch_of
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Lanes
 from llmtrain.data.state import DataState
-from llmtrain.model import attention, shape
+from llmtrain.model import attention, shape, trainable
 from llmtrain.model.attention import NAME, OtherAttentionError, document_tensors, install, round_up
 from llmtrain.model.count import fake_tensors
 from llmtrain.model.loss import LossModule, made_up_batch
@@ -555,6 +556,13 @@ def test_a_compiled_model_gets_few_shapes_and_one_length():
         found[len(borders)] = given["max_length"]
     assert all(size & (size - 1) == 0 for size in found)
     assert set(found.values()) == {16}
+
+
+def test_attention_is_not_chosen_for_a_model_whose_base_is_rounded_already():
+    model = build("llama")
+    trainable.attach(model, AdapterConfig(kind="lora"), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="install the attention before adapters"):
+        install(model, SEQ_LEN)
 
 
 def test_only_our_attention_is_told_the_borders():

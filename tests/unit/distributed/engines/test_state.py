@@ -285,6 +285,15 @@ def test_what_no_checkpoint_holds_is_refused():
         list(state.pieces(model, optimizer, state.spec(model, optimizer, LARGE)))
 
 
+def test_an_optimizer_that_was_made_before_the_adapters_is_refused():
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    early = make_optimizer(model, OptimizerConfig())
+    trainable.attach(model, AdapterConfig(kind="lora"))
+    with pytest.raises(ValueError, match="make it after adapters are attached"):
+        state.spec(model, early, LARGE)
+    state.spec(model, make_optimizer(model, OptimizerConfig()), LARGE)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.int64]))),

@@ -9,10 +9,12 @@ import sys
 from typing import get_args
 
 import pytest
+from accelerate import Accelerator
 from helpers.config import loaded
 from helpers.ranks import ROOT
 
 from llmtrain.config.schema import DistributedConfig
+from llmtrain.distributed.engines import accelerator
 from llmtrain.distributed.launch import environment
 from llmtrain.distributed.launch.environment import (
     allowed_strategies,
@@ -385,6 +387,17 @@ def test_python_without_docstrings_is_refused_by_name():
     with pytest.raises(UserError, match="PYTHONOPTIMIZE = 2") as caught:
         check_docstrings(2)
     assert caught.value.problems[0].remedy == "unset PYTHONOPTIMIZE"
+
+
+def test_bad_input_an_accelerator_that_exists_already_is_refused(tmp_path):
+    check({}, loaded(tmp_path))
+    Accelerator(cpu=True)
+    try:
+        with pytest.raises(UserError, match=r"(?s)Accelerator = one of this .* processes=1"):
+            check({}, loaded(tmp_path))
+    finally:
+        accelerator.close()
+    check({}, loaded(tmp_path))
 
 
 @pytest.mark.launches
