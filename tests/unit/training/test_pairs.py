@@ -1,12 +1,22 @@
 """What the loss of pairs is computed from, and how far a model is from its reference."""
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from llmtrain.config.schema import PreferenceConfig
 from llmtrain.pairs import Pairs, PairTensors
-from llmtrain.training.pairs import divergence_of, in_halves, pair_tensors
+from llmtrain.training.pairs import (
+    Scores,
+    divergence_of,
+    in_halves,
+    pair_result,
+    pair_tensors,
+    pair_totals,
+)
 from llmtrain.types import NOT_TRAINED
 
 CPU = torch.device("cpu")
@@ -100,3 +110,28 @@ def test_a_divergence_below_zero_is_zero():
     below = scored([[0.0, -9.0]], [[0.0, -4.0]], [[1, 1]])
     assert float(divergence_of([below], CPU, tells=True)) == 0.0
     assert float(divergence_of([], CPU, tells=True)) == 0.0
+
+
+def test_an_evaluation_is_a_mean_over_pairs_that_one_process_of_a_group_tells():
+    """By β = 0.5 the first pair is 0.5 right, the second 2 wrong."""
+    sums, asked = scored([[-3.0, -5.0], [-6.0, -2.0]], [[-4.0, -5.0], [-6.0, -6.0]], [[2, 3]] * 2)
+    given = [Scores(sums, asked, torch.tensor([0, 1]))]
+    how = (PreferenceConfig(loss="dpo", beta=0.5), CPU, 2)
+    parts = [SimpleNamespace(label=name, documents=1) for name in "ab"]
+    totals = pair_totals(given, *how, tells=True).tolist()
+    found = pair_result(totals, SimpleNamespace(documents=2, parts=parts))
+    losses = [math.log1p(math.exp(-0.5)), math.log1p(math.exp(2.0))]
+    assert found.loss == pytest.approx(sum(losses) / 2)
+    assert [found.sources[name].loss for name in "ab"] == pytest.approx(losses)
+    assert (found.tokens, found.pairs["accuracy"]) == (10, 0.5)
+    assert found.pairs["margin"] == pytest.approx((0.5 - 2.0) / 2)
+    assert not pair_totals(given, *how, tells=False).any()
+
+
+def test_pairs_go_with_their_blocks_into_a_micro_batch_and_into_another_order():
+    part, turned = pairs().of_blocks(1, 2), pairs().of_rows(np.array([2, 0, 1]))
+    assert (part.rows.tolist(), part.borders.tolist()) == ([0], [list(BORDERS[2])])
+    assert turned.rows.tolist() == [1, 1, 2]
+    turned = pairs().of_rows(np.array([1, 0]))
+    assert turned.rows.tolist() == [0, 1, 1]
+    assert turned.borders.tolist() == [list(BORDERS[n]) for n in (2, 0, 1)]
