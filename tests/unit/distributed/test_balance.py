@@ -2,8 +2,15 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers.on_paper import llama
 
-from llmtrain.distributed.plan.balance import blocks_of_stages, can_fill, stages_of
+from llmtrain.distributed.plan.balance import (
+    blocks_of_stages,
+    can_fill,
+    parts_of,
+    slowest_share,
+    stages_of,
+)
 from llmtrain.types import ModelCut, ModelShape, ParameterShape
 
 
@@ -51,6 +58,14 @@ def test_a_block_counts_by_what_its_tokens_are_multiplied_with():
     model = ModelShape(parts, 10, 50, 200, 200, False, 3, "Block", 0, 0)
     # Of a block of experts a tenth is used, so the three are alike; the head is two of them.
     assert stages_of(model, ModelCut(pipeline=2), 8) == [range(2), range(2, 3)]
+    assert slowest_share(model, ModelCut(pipeline=2), 8) == pytest.approx(3 / 5)
+
+
+def test_of_a_matrix_with_an_odd_row_more_the_larger_part_is_planned_and_a_tied_one_once():
+    tied = llama(64, 160, 4, 4, 4, 511, tied=True)
+    (part,) = parts_of(tied, ModelCut(tensor=2), 128)
+    assert part.parameters[0].shape == (256, 64)
+    assert len(part.parameters) == len(tied.parameters)
 
 
 def test_how_many_micro_batches_a_schedule_takes():

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 from helpers.ranks import free_port
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore
 
-from llmtrain.distributed.launch.rendezvous import meet
+from llmtrain.distributed.launch.rendezvous import Meeting, meet
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,14 @@ def test_a_process_alone_waits_for_nobody(monkeypatch, caplog):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert meet(timedelta(seconds=2), tell_after=0).world_size == 1
     assert caplog.text == ""
+
+
+def test_a_rank_that_is_ahead_mixes_nothing_up_and_rank_0_waits_until_all_have_read():
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    first, second = (Meeting(store, rank, 2) for rank in range(2))
+    assert [second.gather(b"a"), second.gather(b"b")] == [[], []]
+    assert [first.gather(b""), first.gather(b"c")] == [[b"", b"a"], [b"c", b"b"]]
+    with pytest.raises(DistError):
+        first.broadcast(b"plan")
+    assert second.broadcast(b"") == b"plan"
