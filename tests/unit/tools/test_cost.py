@@ -111,8 +111,10 @@ def test_hours_and_price_at_the_measured_speed(tmp_path):
 
 
 def test_saves_by_the_minute_and_at_the_best_evaluation_are_counted(tmp_path):
+    best = "checkpoint.keep_best=1"
+    assert plan(config(tmp_path, best), **GPUS, price=1.0).cost.saves == 7  # none of step 0
     write_run(tmp_path)
-    given = config(tmp_path, "checkpoint.keep_best=1", "checkpoint.every_minutes=0.5")
+    given = config(tmp_path, best, "checkpoint.every_minutes=0.5")
     cost = plan(given, price=1.0).to_json()["cost"]
     # By steps 200, 300, 400, 600, 800, 900, 1000. Between them 50 s or 100 s: after each 30 s.
     assert cost["saves"] == 7 + 5 * 1 + 2 * 3
@@ -136,7 +138,7 @@ def test_a_cpu_without_20_steps_of_its_own_has_no_invented_figure(tmp_path, othe
 
 
 def test_a_run_of_another_model_is_no_measurement(tmp_path):
-    write_run(tmp_path)
+    write_run(tmp_path, steps=21)  # 20 behind the first
     assert plan(config(tmp_path), price=1.0).cost.speed == "measured"
     other = config(tmp_path, "model.config.hidden_size=128")
     assert (plan(other, price=1.0).cost.speed, plan(other, price=1.0).cost.done) == (None, 0)
@@ -172,6 +174,18 @@ def test_a_batch_that_grows_takes_longer_steps(tmp_path):
     path.write_text(CONFIG.replace("global_batch_size: 64", f"global_batch_size: {sizes}"))
     cost = plan(config(tmp_path, grows, "data.heldout=0"), price=1.0).cost
     assert cost.step_seconds * 900 == pytest.approx(100 * 0.5 + 800 * 1.0)
+
+
+def test_a_start_that_resumes_is_what_a_lost_machine_costs(tmp_path):
+    """Of 13 s up to its first line 1 was the step; the first start took longer."""
+    write_run(tmp_path)
+    path = tmp_path / "run" / "metrics.jsonl"
+    text = path.read_text()
+    start = json.loads(text.partition("\n")[0]) | {"resumed_from": "step-00000100", "step": 100}
+    again = start | {"born": 2000.0, "time": 2010.0}
+    trained = {"kind": "train", "step": 101, "time": 2013.0, "span_seconds": 1.0}
+    path.write_text(f"{text}{json.dumps(again)}\n{json.dumps(trained)}\n")
+    assert plan(config(tmp_path), price=1.0).cost.restart == pytest.approx(12.0)
 
 
 def test_a_run_that_is_finished_costs_nothing_more(tmp_path):

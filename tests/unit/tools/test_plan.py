@@ -17,6 +17,7 @@ from llmtrain.distributed.launch.named import named_strategy, unsupported_proble
 from llmtrain.distributed.plan.memory import PARTS, Hardware
 from llmtrain.errors import UserError
 from llmtrain.model.count import CannotCountError
+from llmtrain.text import size
 from llmtrain.tools.launch.file import (
     launch_values,
     read_launch_file,
@@ -200,13 +201,16 @@ def test_a_refusal_says_which_change_fits(tmp_path):
 def test_where_nothing_fits_8_bit_moments_and_adapters_are_named(tmp_path):
     found = plan(large(tmp_path, "distributed.strategy=ddp"), device_memory_gb=24)
     said = " ".join(found.suggestions)
-    assert "optimizer.name=adamw_8bit would save" in said
-    assert "adapter.kind=lora, which needs model.from, would save up to" in said
     eight_bit = ("distributed.strategy=ddp", "optimizer.name=adamw_8bit")
     less = plan(large(tmp_path, *eight_bit), device_memory_gb=24)
     assert "adamw_8bit" not in " ".join(less.suggestions)
     one, other = (made.choice.candidates[0].memory.parts for made in (found, less))
     assert other["optimizer"] < 0.27 * one["optimizer"]
+    moments, lora = 3 * one["optimizer"] // 4, one["gradients"] + one["optimizer"]
+    qlora = lora + 7 * one["parameters"] // 8
+    assert f"optimizer.name=adamw_8bit would save {size(moments)} of ddp" in said
+    assert f"adapter.kind=lora, which needs model.from, would save up to {size(lora)} of" in said
+    assert f"adapter.kind=qlora, on CUDA, would save up to {size(qlora)} of ddp" in said
 
 
 def test_an_optimizer_of_fewer_strategies_is_planned_for_those(tmp_path):
