@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, and that no others of its directory are touched."""
 
+import math
 import os
 import shutil
 
@@ -71,12 +72,29 @@ def test_only_intact_checkpoints_of_this_run_are_touched(tmp_path, caplog):
     (tmp_path / "step-00000002" / format.MANIFEST).write_bytes(b"{}")
     for name in ("step-9", "step-10", "step-00000003.damaged", "step-00000005.partial", "mine"):
         (tmp_path / name).mkdir()
+    save(tmp_path / "mine", 3)
+    (tmp_path / "step-00000003").symlink_to(tmp_path / "mine" / "step-00000003")
     assert retention.prune(tmp_path, TWO, RUN, None) == ["step-00000004"]
-    assert steps(tmp_path) == [1, 2, 6, 8, 99_999_999]
+    assert steps(tmp_path) == [1, 2, 3, 6, 8, 99_999_999]
     assert {"step-9", "step-10", "step-00000003.damaged", "mine"} <= {
         path.name for path in tmp_path.iterdir()
     }
     assert "step-00000002" in caplog.text
+
+
+def test_a_new_name_is_on_the_disk_before_a_file_is_deleted(tmp_path, monkeypatch):
+    filled(tmp_path, dict.fromkeys([2, 4, 6]))
+    done = []
+    monkeypatch.setattr(retention.system, "sync_directory", lambda path: done.append(path.name))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: done.append(path.name))
+    retention.prune(tmp_path, TWO, RUN, None)
+    assert done == [tmp_path.name, ".trash-2"]
+
+
+def test_only_a_finite_number_is_a_held_out_loss():
+    losses = [1.5, math.nan, math.inf, "1.5", None]
+    found = [retention.loss_in({"evaluation": {"loss": one}}) for one in losses]
+    assert found == [1.5, None, None, None, None]
 
 
 def test_what_cannot_be_deleted_is_logged_and_tried_again(tmp_path, monkeypatch, caplog):

@@ -5,7 +5,14 @@ import pytest
 from helpers.config import loaded
 from hypothesis import given, settings, strategies as st
 
-from llmtrain.config.binding import bind, changes, dump, is_accepted, refusals
+from llmtrain.config.binding import (
+    bind,
+    changes,
+    data_settings,
+    dump,
+    is_accepted,
+    refusals,
+)
 from llmtrain.config.keys import ITEM, all_keys
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
@@ -57,6 +64,8 @@ def test_equal_configs_have_one_digest(tmp_path):
         "data.packing=bestfit",
         "data.document_mask=true",
         "data.sources.0.max_epochs=1",
+        "preference.loss=orpo",
+        "training.z_loss=0.1",
     ],
 )
 def test_what_changes_a_run_is_a_difference(tmp_path, override):
@@ -71,6 +80,7 @@ def test_what_changes_a_run_is_a_difference(tmp_path, override):
         "run.dir=elsewhere",
         "data.workers=2",
         "data.sources.0.weight=0.5",
+        "data.sources.0.path=elsewhere",
         "training.steps=20",
         "training.micro_batch_size=2",
         "training.on_nonfinite=stop",
@@ -95,6 +105,13 @@ def test_a_key_that_older_runs_lack_is_no_difference_at_its_default(tmp_path):
     assert "model.pad_vocab_to" not in bound.binding
     changed = bind(loaded(tmp_path, "model.pad_vocab_to=64")).binding
     assert changes(bound.binding, changed) == [("model.pad_vocab_to", None, 64)]
+
+
+def test_blocks_are_decided_by_the_data_the_seed_and_the_form_of_conversations(tmp_path):
+    values = data_settings(loaded(tmp_path, "chat.template=chatml", "training.z_loss=0.1")).values
+    assert values["chat.template"] == "chatml"
+    assert {"data.seq_len", "run.seed"} <= values.keys()
+    assert {key.partition(".")[0] for key in values} <= {"data", "run", "model", "chat"}
 
 
 def test_a_difference_names_both_values(tmp_path):
@@ -193,7 +210,11 @@ def test_a_key_that_only_begins_alike_is_not_accepted(tmp_path):
 
 def test_keys_that_earlier_versions_did_not_have_bind_from_their_second_value_on(tmp_path):
     old = loaded(tmp_path)
-    assert not {"optimizer.name", "optimizer.groups"} & bind(old).binding.keys()
+    newer = {
+        f"training.{name}" for name in ("compile", "deterministic", "same_bits", "loss_kernel")
+    }
+    newer |= {"optimizer.name", "optimizer.groups", "training.z_loss", "model.attention_backend"}
+    assert not newer & bind(old).binding.keys()
     new = loaded(tmp_path, "optimizer.name=muon", "optimizer.groups=[{match: '*.bias'}]")
     group = {"match": "*.bias", "learning_rate": None, "weight_decay": None}
     assert differences(old, new) == [
