@@ -110,16 +110,16 @@ def texts_of(
     encoder: Any, source: Any, chunks: Sequence[Sequence[str]]
 ) -> tuple[list[list[str]], list[Any]]:
     """The texts of the sequences of each chunk, and the encoded rows of all."""
-    from llmtrain.data.chat import chat
+    from llmtrain.data.chat import mask
     from llmtrain.data.chat.encode import unmark
 
-    texts, found, original = list[list[str]](), list[Any](), chat.to_sequences
+    texts, found, original = list[list[str]](), list[Any](), mask.to_sequences
 
     def to_sequences(encoder: Any, turns: Any, *more: Any) -> Any:
         texts[-1].append(unmark(str(turns[-1].text)))
         return original(encoder, turns, *more)
 
-    with mock.patch.object(chat, "to_sequences", to_sequences):
+    with mock.patch.object(mask, "to_sequences", to_sequences):
         for chunk in chunks:
             texts.append([])
             found += encoder.documents(source, chunk)
