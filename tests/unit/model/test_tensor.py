@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from llmtrain.model import tensor
@@ -72,3 +73,10 @@ def test_parts_of_a_matrix_are_its_rows_or_columns_in_order():
         sizes = [part.numel() for part in parts]
         assert [cut.offset(rank) for rank in range(3)] == [0, sizes[0], sizes[0] + sizes[1]]
         assert max(cut.sizes) - min(cut.sizes) <= 1
+
+
+def test_the_padding_row_has_no_gradient_on_the_process_that_has_it():
+    embedding = nn.Embedding(10, 4, padding_idx=7)
+    tensor.embedding_rowwise(tensor._Cutter(None, 1, 2), embedding, "model.embed_tokens")
+    embedding(torch.tensor([1, 6, 7, 8])).sum().backward()  # it has rows 5 … 9
+    assert embedding.weight.grad[:, 0].tolist() == [0, 1, 0, 1, 0]

@@ -4,7 +4,10 @@ import ast
 import itertools
 
 import pytest
+import torch
 from helpers.tiny import tiny_config, write_config
+from safetensors.torch import save_file
+from torch import nn
 
 from llmtrain.config.load import load_config
 from llmtrain.errors import UserError
@@ -91,6 +94,21 @@ def test_every_choice_of_parts_is_a_program_without_an_unknown_or_unused_name(sc
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert len(defined) == len({*defined})
         assert {*defined} - used == {"annotations"}
+
+
+def test_a_program_goes_on_behind_the_updates_that_were_made(tmp_path):
+    """A step that was skipped counts as a step, but made no update."""
+    flags = dict.fromkeys(NAMES, False) | {"new": True, "cosine": True}
+    program = {"__name__": "train_one", "__file__": str(tmp_path / "train_one.py")}
+    exec(compose(flags, {}, "A program.\n"), program)  # noqa: S102  # our own text
+    model = nn.Linear(2, 2, bias=False)
+    moments = {f"weight.{name}": torch.ones(2, 2) for name in ("exp_avg", "exp_avg_sq")}
+    save_file({"weight": torch.zeros(2, 2), **moments}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"step": 5, "optimizer_steps": 3}')
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert program["read_checkpoint"](tmp_path, model, [optimizer]) == 5
+    assert optimizer.state[model.weight]["step"] == 3
+    assert not model.weight.any()
 
 
 def test_a_condition_that_nobody_sets_is_an_error():
