@@ -51,14 +51,19 @@ def check_environment(
     """Raise UserError, with every problem, if the environment contradicts the requested run.
 
     Call it once, before torch is imported: an `Accelerator` writes ACCELERATE_USE_FSDP and
-    ACCELERATE_USE_DEEPSPEED into the environment. If one exists already, this is refused.
+    ACCELERATE_USE_DEEPSPEED into the environment. If one with settings of its own exists already,
+    this is refused.
     """
     check_docstrings(sys.flags.optimize)
     state = sys.modules.get("accelerate.state")
     if state is not None and state.is_initialized():
-        expected = "none before a run, which would get its precision, strategy and process group"
-        remedy = "llmtrain.train before it, or train(config, processes=1), in a process of its own"
-        raise UserError(Problem("Accelerator", "one of this process", expected, remedy))
+        made = state.AcceleratorState()
+        kind = made.distributed_type.value
+        if made.mixed_precision != "no" or kind in ("FSDP", "DEEPSPEED"):
+            value = f"{kind}, mixed_precision={made.mixed_precision}, in this process"
+            expected = "none before a run, which would get both, or one that has neither"
+            remedy = "llmtrain.train before it, or train(config, processes=1): a process of its own"
+            raise UserError(Problem("Accelerator", value, expected, remedy))
     ignored = named.ignored_problems(launcher_file(env))
     raise_any([*ignored, *launch_problems(env, env, distributed, training)], _WHERE)
 

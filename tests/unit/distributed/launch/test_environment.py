@@ -389,11 +389,13 @@ def test_python_without_docstrings_is_refused_by_name():
     assert caught.value.problems[0].remedy == "unset PYTHONOPTIMIZE"
 
 
-def test_bad_input_an_accelerator_that_exists_already_is_refused(tmp_path):
-    check({}, loaded(tmp_path))
-    Accelerator(cpu=True)
+def test_bad_input_an_accelerator_with_settings_of_its_own_is_refused(tmp_path):
     try:
-        with pytest.raises(UserError, match=r"(?s)Accelerator = one of this .* processes=1"):
+        Accelerator(cpu=True)  # as a comparison in one process has it
+        check({}, loaded(tmp_path))
+        accelerator.close()
+        Accelerator(cpu=True, mixed_precision="bf16")
+        with pytest.raises(UserError, match=r"(?s)Accelerator = NO, .*=bf16, .* processes=1"):
             check({}, loaded(tmp_path))
     finally:
         accelerator.close()
