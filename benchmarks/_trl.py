@@ -5,29 +5,17 @@ Neither recomputes activations; the rest is as each of them has it.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from harness import Bench, Clock, apart, config_of, llama, peak_mb, turns
+import harness
+from harness import Bench, Clock, llama
 
 SHAPE = llama(192, 4, 3, 512, 50_304, 512)
 SEQ_LEN, ROWS = 256, 4
-LORA = {"kind": "lora", "r": 16, "alpha": 32}
-# ChatML. TRL trains on what is between the tags, to us they say nothing: the end of a turn is in.
-TEMPLATE = """{%- for message in messages -%}
-{%- if message.role == 'assistant' -%}
-{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message.content + '<|im_end|>' }}\
-{% endgeneration %}{{ '\\n' }}
-{%- else -%}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
 NAMES = {"llmtrain": "llmtrain", "packed": "TRL, packed", "padded": "TRL, padded"}
 LIMIT = 3600  # seconds of a process
+BEST = {"first_rate": max, "later_rate": max, "first_step": min, "peak_mb": min}  # of all runs
 GOALS = {
     "rate over the first steps": ("first_rate", "≥ 1.3"),
     "rate after them": ("later_rate", "≥ 2.5"),
@@ -36,56 +24,38 @@ GOALS = {
 }
 
 
-def compare(bench: Bench, script: str, train: Path, tokenizer: Path) -> None:
-    """Run every contender, a process each, in turns. script: whose child calls `contender`."""
+def compare(bench: Bench, train: Path, tokenizer: Path) -> None:
+    """Run every contender, a process each, in turns."""
     from llmtrain.distributed.engines.accelerator import cpu_rates
 
     sizes = bench.sizes
-    data = bench.folder / "sft.jsonl"
-    lines = [json.loads(text) for text in train.read_text("utf-8").splitlines()][: sizes.rows]
-    data.write_text("".join(json.dumps({"messages": one["messages"]}) + "\n" for one in lines))
-    asked = {"what": "trl", "base": str(base_of(bench.folder, tokenizer)), "data": str(data)}
+    rows = harness.read_rows(train)[: sizes.rows]
+    talks = ({"messages": row["messages"]} for row in rows)
+    data = harness.write_rows(bench.folder / "sft.jsonl", talks)
+    base = harness.base_of(bench.folder / "base", SHAPE, tokenizer)
+    asked = {"what": "trl", "base": str(base), "data": str(data)}
     asked |= {"first": sizes.first, "after": sizes.after, "precision": cpu_rates().faster}
+    pythons = dict.fromkeys(("packed", "padded"), bench.asked.trl)
     for kind in ("full", "LoRA"):
-        found: dict[str, list[dict[str, Any]]] = {}
-        for turn, one in turns(NAMES, sizes.turns):
-            place = bench.folder / f"{kind}-{one}-{turn}"  # its own, else a run would resume
-            place.mkdir()
-            own = {"kind": one, "lora": kind == "LoRA", "folder": str(place)}
-            python = sys.executable if one == "llmtrain" else str(bench.asked.trl)
-            row = apart(script, asked | own, LIMIT, python=python)
-            found.setdefault(one, []).append(row)
-        best = {
-            one: {name: max(run[name] for run in runs) for name in ("first_rate", "later_rate")}
-            | {name: min(run[name] for run in runs) for name in ("first_step", "peak_mb")}
+        each = {one: asked | {"kind": one, "lora": kind == "LoRA"} for one in NAMES}
+        found = harness.contend(bench, each, sizes.turns, LIMIT, pythons=pythons)
+        figures = {
+            one: {name: best(run[name] for run in runs) for name, best in BEST.items()}
             for one, runs in found.items()
         }
         for one, name in NAMES.items():
+            own = figures[one]
             more = {"runs": found[one], "shape": SHAPE}
             title = f"{kind}, {name}: trained tokens over the first {sizes.first} steps"
-            bench.say(title, best[one]["first_rate"], "/CPU s", **more)
-            bench.say("  after them", best[one]["later_rate"], "/CPU s")
-            bench.say("  to the end of the first step", best[one]["first_step"], "CPU s")
-            bench.say("  peak memory", best[one]["peak_mb"], "MB")
+            bench.say(title, own["first_rate"], "/CPU s", **more)
+            bench.say("  after them", own["later_rate"], "/CPU s")
+            bench.say("  to the end of the first step", own["first_step"], "CPU s")
+            bench.say("  peak memory", own["peak_mb"], "MB")
         for other in ("packed", "padded"):
             for name, (field, goal) in GOALS.items():
-                ratio = best["llmtrain"][field] / best[other][field]
+                ratio = figures["llmtrain"][field] / figures[other][field]
                 title = f"{kind}: {name} over {NAMES[other]}"
                 bench.say(title, ratio, "×", goal if other == "packed" else "")
-
-
-def base_of(folder: Path, tokenizer: Path) -> Path:
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    directory = folder / "sft-base"
-    torch.manual_seed(3)
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    loaded.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    loaded.chat_template = TEMPLATE
-    loaded.save_pretrained(directory)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
-    return directory
 
 
 def contender(**asked: Any) -> dict[str, Any]:
@@ -104,7 +74,7 @@ def figures_of(clock: Clock, first: int) -> dict[str, Any]:
         "first_step": clock.ends[0],
         "first_rate": clock.rate(0, first),
         "later_rate": clock.rate(first, steps),
-        "peak_mb": peak_mb(),
+        "peak_mb": harness.peak_mb(),
         "tokens": sum(clock.tokens[:steps]),
         "steps": steps,
     }
@@ -122,33 +92,34 @@ def sft_config(asked: dict[str, Any], seq_len: int, rows: int, **settings: Any) 
 def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
     from importlib.metadata import version
 
-    import datasets
-    import torch
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTTrainer
 
     clock = Clock()
     settings = {"packing": asked["kind"] == "packed", "assistant_only_loss": True}
     settings |= {"save_strategy": "no", "max_steps": asked["first"] + asked["after"]}
     arguments = sft_config(asked, SEQ_LEN, ROWS, **settings)
-    lora = LoraConfig(
-        task_type="CAUSAL_LM", r=LORA["r"], lora_alpha=LORA["alpha"], target_modules="all-linear"
-    )
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(asked["base"], dtype=torch.float32),
-        arguments,
-        train_dataset=datasets.load_dataset("json", data_files=asked["data"], split="train"),
-        processing_class=AutoTokenizer.from_pretrained(asked["base"]),
-        peft_config=lora if asked["lora"] else None,
-    )
-    loss = clock.train(trainer)
+    loss = clock.train(trainer_of(SFTTrainer, asked, arguments))
     more = {"loss": loss, "precision": asked["precision"], "trl": version("trl")}
     return figures_of(clock, asked["first"]) | more
 
 
+def trainer_of(kind: Any, asked: dict[str, Any], arguments: Any) -> Any:
+    """Return one of TRL's trainers with what the others are given, too."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return kind(
+        AutoModelForCausalLM.from_pretrained(asked["base"], dtype=torch.float32),
+        args=arguments,
+        train_dataset=datasets.load_dataset("json", data_files=asked["data"], split="train"),
+        processing_class=AutoTokenizer.from_pretrained(asked["base"]),
+        peft_config=harness.peft_lora() if asked["lora"] else None,
+    )
+
+
 def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
-    path = config_of(
+    path = harness.config_of(
         Path(asked["folder"]),
         steps=asked["first"] + asked["after"],
         rows=ROWS,
@@ -157,7 +128,7 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
         data={"sources": [{"path": asked["data"]}]},
         chat={"too_long": "truncate"},
         training={"precision": asked["precision"]},
-        **({"adapter": LORA} if asked["lora"] else {}),
+        **({"adapter": harness.LORA} if asked["lora"] else {}),
     )
     clock, found = Clock(), dict[str, Any]()
 

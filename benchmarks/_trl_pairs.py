@@ -6,42 +6,36 @@ recomputes activations; the rest is as each of them has it.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from harness import Bench, apart, around, config_of, cpu_seconds, llama, peak_mb, turns, unsaved
+import harness
+from _trl import trainer_of
+from harness import Bench, apart, cpu_seconds, llama, peak_mb
 
 SHAPE = llama(192, 4, 3, 512, 50_304, 1024)
 SMALL = llama(64, 2, 4, 172, 2048, 1024) | {"tie_word_embeddings": False}
 SEQ_LEN, BLOCKS, ROWS = 1024, 4, 4  # of llmtrain; TRL's rows have half as many tokens, or fewer
-LORA = {"kind": "lora", "r": 16, "alpha": 32}
 RATE, BETA = 1e-4, 0.1
 OPTIMIZER = {"learning_rate": RATE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 1}
 FIGURES = ("loss", "chosen_reward", "rejected_reward", "margin")
 THEIRS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+KEYS = ("chosen", "rejected")
 NAMES = {"llmtrain": "llmtrain", "trl": "TRL"}
 LIMIT = 1800  # seconds of a process
 
 
-def speed(bench: Bench, script: str, pairs: Path, tokenizer: Path) -> None:
-    """Train one epoch of the same pairs with each, a process each, in turns.
-
-    script: whose child calls `contender`
-    """
+def speed(bench: Bench, pairs: Path, tokenizer: Path) -> None:
+    """Train one epoch of the same pairs with each, a process each, in turns."""
     rows = fitting(pairs, tokenizer, bench.sizes.pairs)
-    base, data = base_of(bench.folder / "base", SHAPE, tokenizer), bench.folder / "pairs.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = {"what": "trl", "base": str(base), "data": str(data), "count": len(rows)}
+    base = harness.base_of(bench.folder / "base", SHAPE, tokenizer)
+    data = harness.write_rows(bench.folder / "pairs.jsonl", rows)
+    asked = {"what": "trl", "base": str(base), "data": str(data), "steps": 0}
+    pythons = {"trl": bench.asked.trl}
     for kind in bench.sizes.kinds:
-        found: dict[str, list[dict[str, Any]]] = {}
-        for turn, one in turns(NAMES, bench.sizes.turns):
-            place = bench.folder / f"{kind}-{one}-{turn}"
-            place.mkdir()
-            own = {"kind": one, "lora": kind == "LoRA", "folder": str(place), "steps": 0}
-            row = apart(script, asked | own, LIMIT, python=python_of(bench, one))
-            found.setdefault(one, []).append(row)
+        each = {one: asked | {"kind": one, "lora": kind == "LoRA"} for one in NAMES}
+        found = harness.contend(bench, each, bench.sizes.turns, LIMIT, pythons=pythons)
         rate = {one: max(row["pairs"] / row["cpu"] for row in runs) for one, runs in found.items()}
         peak = {one: min(row["peak_mb"] for row in runs) for one, runs in found.items()}
         for one, name in NAMES.items():
@@ -53,31 +47,27 @@ def speed(bench: Bench, script: str, pairs: Path, tokenizer: Path) -> None:
         bench.say(f"{kind}: peak memory over TRL", peak["llmtrain"] / peak["trl"], "×", "≤ 0.7")
 
 
-def same(bench: Bench, script: str) -> None:
+def same(bench: Bench) -> None:
     """Train the same pairs of strings in the same order with each, one after the other."""
     import numpy as np
 
-    base, data = base_of(bench.folder / "base", SMALL, None), bench.folder / "pairs.jsonl"
     steps = bench.sizes.steps
     rows = strings(4 * steps + 40)
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = {"what": "trl", "base": str(base), "data": str(data), "count": 0, "lora": False}
+    base = harness.base_of(bench.folder / "base", SMALL)
+    data = harness.write_rows(bench.folder / "pairs.jsonl", rows)
+    asked = {"what": "trl", "base": str(base), "data": str(data), "lora": False}
     (bench.folder / "ours").mkdir()
     own = {"kind": "llmtrain", "folder": str(bench.folder / "ours"), "steps": steps}
-    ours = apart(script, asked | own, LIMIT)
+    ours = apart(sys.argv[0], asked | own, LIMIT)
     by_id = {row["id"]: row for row in rows}
-    data.write_text("".join(json.dumps(by_id[one]) + "\n" for one in ours["order"]))
+    harness.write_rows(data, (by_id[one] for one in ours["order"]))
     own = {"kind": "trl", "folder": str(bench.folder / "theirs"), "steps": steps}
-    theirs = apart(script, asked | own, LIMIT, python=str(bench.asked.trl))
+    theirs = apart(sys.argv[0], asked | own, LIMIT, python=str(bench.asked.trl))
     mine, other = (np.array(found["figures"]) for found in (ours, theirs))
     apart_by = np.abs(mine - other).max(axis=0)
     more = {"last": mine[-1].tolist(), "trl": theirs["version"]}
     for name, figure in zip(FIGURES, apart_by.tolist(), strict=True):
         bench.say(f"{name} of {steps} steps: most apart from TRL's", figure, "", "≤ 1e-05", **more)
-
-
-def python_of(bench: Bench, one: str) -> str:
-    return sys.executable if one == "llmtrain" else str(bench.asked.trl)
 
 
 def strings(count: int) -> list[dict[str, str]]:
@@ -103,8 +93,7 @@ def fitting(pairs: Path, tokenizer: Path, count: int) -> list[dict[str, Any]]:
     from transformers import AutoTokenizer
 
     encode, found = AutoTokenizer.from_pretrained(tokenizer), list[dict[str, Any]]()
-    for line in pairs.read_text("utf-8").splitlines():
-        row = json.loads(line)
+    for row in harness.read_rows(pairs):
         halves = ["".join(m["content"] for m in [*row["prompt"], *row[k]]) for k in KEYS]
         if max(len(encode(text).input_ids) for text in halves) <= SEQ_LEN // 2 - 64:
             found.append({key: row[key] for key in ("prompt", *KEYS)})
@@ -113,35 +102,11 @@ def fitting(pairs: Path, tokenizer: Path, count: int) -> list[dict[str, Any]]:
     return found
 
 
-KEYS = ("chosen", "rejected")
-TEMPLATE = """{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
-
-
-def base_of(directory: Path, shape: dict[str, Any], tokenizer: Path | None) -> Path:
-    """A directory with random weights; tokenizer: None = that of the sample."""
-    import torch
-    from harness import SAMPLE
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    loaded = AutoTokenizer.from_pretrained(tokenizer or SAMPLE)
-    if tokenizer is not None:
-        loaded.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-        loaded.chat_template = TEMPLATE
-    loaded.save_pretrained(directory)
-    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
-    return directory
-
-
 def contender(**asked: Any) -> dict[str, Any]:
     """Train one, in a process of its own.
 
-    asked: kind (llmtrain or trl), lora, base, data, folder, count of its pairs, and steps, of one
-    pair each; 0 = one epoch
+    asked: kind (llmtrain or trl), lora, base, data, folder, and steps, of one pair each; 0 = one
+    epoch
     """
     return (with_llmtrain if asked["kind"] == "llmtrain" else with_trl)(asked)
 
@@ -149,17 +114,14 @@ def contender(**asked: Any) -> dict[str, Any]:
 def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
     from importlib.metadata import version
 
-    import datasets
-    import torch
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from torch.utils.data import SequentialSampler
     from trl import DPOConfig, DPOTrainer
 
     class InOrder(DPOTrainer):  # type: ignore[misc]  # TRL is not installed here
         """Reads its rows in order."""
 
         def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
+            return SequentialSampler(self.train_dataset)
 
     began, steps = cpu_seconds(), asked["steps"]
     settings = {"max_steps": steps} if steps else {"num_train_epochs": 1}
@@ -169,16 +131,7 @@ def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
     settings |= {"per_device_train_batch_size": 1 if steps else ROWS, "report_to": "none"}
     settings |= {"max_length": SEQ_LEN // 2, "precompute_ref_log_probs": True, "bf16": False}
     arguments = DPOConfig(asked["folder"], gradient_checkpointing=False, **settings)
-    lora = LoraConfig(
-        task_type="CAUSAL_LM", r=LORA["r"], lora_alpha=LORA["alpha"], target_modules="all-linear"
-    )
-    trainer = InOrder(
-        AutoModelForCausalLM.from_pretrained(asked["base"], dtype=torch.float32),
-        args=arguments,
-        train_dataset=datasets.load_dataset("json", data_files=asked["data"], split="train"),
-        processing_class=AutoTokenizer.from_pretrained(asked["base"]),
-        peft_config=lora if asked["lora"] else None,
-    )
+    trainer = trainer_of(InOrder, asked, arguments)
     trainer.train()
     logged = [line for line in trainer.state.log_history if "rewards/margins" in line]
     return {
@@ -197,7 +150,7 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
 
     steps, folder = asked["steps"], Path(asked["folder"])
     began, found = cpu_seconds(), dict[str, Any]()
-    path = config_of(
+    path = harness.config_of(
         folder,
         rows=1 if steps else BLOCKS,
         seq_len=256 if steps else SEQ_LEN,
@@ -208,14 +161,14 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
         optimizer=OPTIMIZER,
         preference={"loss": "dpo", "beta": BETA},
         logging={"every_steps": 1},
-        **({"adapter": LORA} if asked["lora"] else {}),
+        **({"adapter": harness.LORA} if asked["lora"] else {}),
     )
 
     def finish(original: Any, run: Any) -> Any:
         found.update(cpu=cpu_seconds() - began, peak_mb=peak_mb())
         return original(run)
 
-    with around(finish=finish, save=unsaved):
+    with harness.around(finish=finish, save=harness.unsaved):
         llmtrain.train(llmtrain.load_config(path))
     lines = open_run(folder / "run").metrics("train")
     found["pairs"] = sum(line["pairs"] for line in lines)

@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from harness import Bench, apart, around, config_of, in_turns, llama, main, ranks
+from harness import Bench, apart, around, config_of, in_turns, llama, main, ranks, timed, timing
 from xxhash import xxh3_128
 
 from llmtrain.agreement import Alone
@@ -98,12 +99,6 @@ def others(root: Path, values: Values) -> dict[str, Callable[[], object]]:
                     file.write(data[first : first + BLOCK])
             os.fsync(file.fileno())
 
-    def torch_save() -> None:
-        with (root / "torch.pt").open("wb") as file:
-            torch.save(dict(values), file)  # noqa: TID251  # what is compared with
-            file.flush()
-            os.fsync(file.fileno())
-
     def safetensors() -> None:
         save_file(dict(values), root / "file.safetensors")
         with (root / "file.safetensors").open("rb") as file:
@@ -114,22 +109,16 @@ def others(root: Path, values: Values) -> dict[str, Callable[[], object]]:
             warnings.simplefilter("ignore")
             distributed.save(dict(values), checkpoint_id=root / "dcp", no_dist=True)
 
-    return {"plain": plain, "torch.save": torch_save, "save_file": safetensors, "DCP": dcp}
+    saves = {"torch.save": lambda: torch_save(root / "torch.pt", dict(values))}
+    return {"plain": plain, **saves, "save_file": safetensors, "DCP": dcp}
 
 
-class Timed:
-    """The digest of a save, which counts the seconds that are spent in it."""
-
-    seconds = 0.0
-
-    def __init__(self) -> None:
-        self._inner = xxh3_128()
-        self.hexdigest = self._inner.hexdigest
-
-    def update(self, data: memoryview) -> None:
-        began = time.perf_counter()
-        self._inner.update(data)
-        Timed.seconds += time.perf_counter() - began
+def torch_save(path: Path, state: Any) -> None:
+    """`torch.save` with fsync."""
+    with path.open("wb") as file:
+        torch.save(state, file)  # noqa: TID251  # what is compared with
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def ratio(found: Mapping[str, list[float]], one: str, other: str) -> float:
@@ -158,12 +147,19 @@ def writing(bench: Bench) -> None:
     bench.say("  a save over a plain write", 100 * ratio(found, "ours", "plain"), "%", "≥ 70")
     for name, goal in (("torch.save", "≥ 1.3"), ("save_file", ""), ("DCP", "")):
         bench.say(f"  a save over {name}", ratio(found, "ours", name), "times", goal)
-    shares = []
-    with mock.patch.object(write, "xxh3_128", Timed):
+    shares, digesting, saving = list[float](), list[float](), list[float]()
+
+    def digest() -> SimpleNamespace:
+        inner = xxh3_128()
+        update = partial(timing(digesting, time.perf_counter), inner.update)
+        return SimpleNamespace(update=update, hexdigest=inner.hexdigest)
+
+    with mock.patch.object(write, "xxh3_128", digest):
         for turn in range(count):
-            Timed.seconds, began = 0.0, time.perf_counter()
-            saved(root / str(turn), 2, spec, values)
-            shares.append(100 * Timed.seconds / (time.perf_counter() - began))
+            digesting.clear()
+            with timed(saving, time.perf_counter):
+                saved(root / str(turn), 2, spec, values)
+            shares.append(100 * sum(digesting) / saving[-1])
     bench.say("  digests, of the time of a save", statistics.median(shares), "%", "≤ 10")
 
 
@@ -229,18 +225,9 @@ def small(bench: Bench) -> None:
 
 
 def resume(config: str, steps: int) -> dict[str, Any]:
-    from llmtrain import load_config, train
-    from llmtrain.rundir import contents, record
+    from llmtrain import load_config, open_run, train
 
-    told: dict[str, Any] = {"resuming": 0.0}
-
-    def timed(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return function(*given, **named)
-        finally:
-            told["resuming"] += time.perf_counter() - began
-
+    told, resuming = dict[str, Any](), list[float]()
     with contextlib.redirect_stdout(sys.stderr):
         train(load_config(config))
         began = (time.perf_counter(), time.process_time())
@@ -250,23 +237,23 @@ def resume(config: str, steps: int) -> dict[str, Any]:
             told.setdefault("start_cpu", time.process_time() - began[1])
             original(run, step)
 
-        search, fill = partial(timed, read.find), partial(timed, read.load_tensors)
+        resumed = timing(resuming, time.perf_counter)
+        search, fill = partial(resumed, read.find), partial(resumed, read.load_tensors)
         with mock.patch.multiple(read, find=search, load_tensors=fill), around(begin=begins):
             again = load_config(config, [f"training.steps={steps + 1}"])
             train(again)
-    lines = record.read(again.run_dir / contents.METRICS)
-    return told | {"saves": [line for line in lines if line["kind"] == "checkpoint"]}
+    saves = open_run(again.run_dir).metrics("checkpoint")
+    return told | {"resuming": sum(resuming), "saves": saves}
 
 
 def beside(bench: Bench) -> None:
     writer, root = Writer(), bench.folder / "root"
     spec, values, size = model_of(bench.sizes.large)
-    in_line, blocked, copied = [], [], []
+    in_line, blocked, copied = list[float](), list[float](), list[float]()
     for turn in range(bench.sizes.saves + 1):
         shutil.rmtree(root, ignore_errors=True)
-        began = time.perf_counter()
-        saved(root, 1, spec, values)
-        in_line.append(time.perf_counter() - began)
+        with timed(in_line, time.perf_counter):
+            saved(root, 1, spec, values)
         waited, copying = beside_work(root, writer, spec, values, 2 * max(copied, default=1.0))
         if turn:  # the first takes the memory for its copy
             blocked.append(waited)

@@ -11,19 +11,17 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Bench, config_of, llama, main
+from harness import LLMTRAIN, Bench, config_of, llama, main
 from loop import fresh_optimizer
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import llmtrain
-from llmtrain.rundir import contents, record
 
 SEQ_LEN, BATCH, WARMUP, PEAK, FLOOR = 256, 32, 30, 2e-3, 0.1
 SHAPE = llama(256, 6, 4, 704, 0, 256)
@@ -50,20 +48,19 @@ def convergence(bench: Bench) -> None:
     steps, data = bench.sizes.steps, bench.asked.data
     path, run_dir = recipe(bench.folder, data.resolve(), steps), bench.folder / "run"
     began = time.perf_counter()
-    command = [sys.executable, "-m", "llmtrain", "train", str(path)]
-    command += ["--processes", str(bench.sizes.processes)]
+    command = [*LLMTRAIN, "train", str(path), "--processes", str(bench.sizes.processes)]
     subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     middle = time.perf_counter()
     losses, held = bare(path, run_dir, steps)
     ended = time.perf_counter()
-    lines = record.read(run_dir / contents.METRICS)
-    ours = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    evals = {line["step"]: line for line in lines if line["kind"] == "eval"}
-    gaps = [abs(ours[step] - loss) for step, loss in enumerate(losses, 1)]
+    run = llmtrain.open_run(run_dir)
+    ours = [line["loss"] for line in run.metrics("train")]
+    evals = {line["step"]: line for line in run.metrics("eval")}
+    gaps = [abs(own - loss) for own, loss in zip(ours, losses, strict=True)]
     levels = {step: line["bits_per_byte"] for step, line in evals.items()}
     both = [", ".join(f"{level:.4f}" for level in one.values()) for one in (levels, held)]
     note = f"held-out bits per byte after {', '.join(map(str, levels))} steps: {both[0]}; "
-    more = {"loss_at_0_nats": evals[0]["loss"], "first_loss": ours[1], "last_loss": losses[-1]}
+    more = {"loss_at_0_nats": evals[0]["loss"], "first_loss": ours[0], "last_loss": losses[-1]}
     more |= {"bits_per_byte": levels, "bits_per_byte_bare": held, "data": data.name}
     more |= {"largest_loss_gap_first_10": max(gaps[:10]), "largest_loss_gap": max(gaps)}
     more |= {"seconds": middle - began, "bare_seconds": ended - middle}

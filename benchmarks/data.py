@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from defaults import articles, group_texts
-from harness import Bench, config_of, main, pin, prepared, stream_of
+from harness import Bench, config_of, main, pin, prepared, stream_of, timed
 
 # Nothing heavy here: a data worker is spawned, and imports this file again.
 
@@ -149,11 +149,11 @@ def at_rest(worker: int) -> float:
         time.sleep(0.05)
 
 
-Alone = Callable[[list[str]], float]
+Alone = Callable[[list[str]], None]
 
 
 def bare_tiktoken(made: Prepared) -> Alone:
-    """CPU seconds of `encode_ordinary` and `np.array`; made by tiktoken's own reader of files."""
+    """`encode_ordinary` and `np.array`; made by tiktoken's own reader of files."""
     os.environ["TIKTOKEN_CACHE_DIR"] = ""
     import numpy as np
     import tiktoken
@@ -166,36 +166,32 @@ def bare_tiktoken(made: Prepared) -> Alone:
         "bare", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
     )
 
-    def seconds(texts: list[str]) -> float:
-        began = time.process_time()
+    def encode(texts: list[str]) -> None:
         for text in texts:
             np.array(encoding.encode_ordinary(text), dtype=np.int32)
-        return time.process_time() - began
 
-    return seconds
+    return encode
 
 
 def bare_tokenizers(made: Prepared) -> Alone:
-    """CPU seconds of `encode_batch_fast`, 64 texts a call, and of reading the ids."""
+    """`encode_batch_fast`, 64 texts a call, and reading the ids."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(made.tokenizer / "tokenizer.json"))
 
-    def seconds(texts: list[str]) -> float:
-        began = time.process_time()
+    def encode(texts: list[str]) -> None:
         for i in range(0, len(texts), 64):
             for encoding in tokenizer.encode_batch_fast(texts[i : i + 64]):
                 encoding.ids  # noqa: B018  # makes the list
-        return time.process_time() - began
 
-    return seconds
+    return encode
 
 
 def beside(stream: Any, bare: Alone, blocks: int, chunk: int) -> tuple[float, float]:
     """CPU seconds of (the path, the tokenizer alone) for so many blocks, in turns."""
     from llmtrain.data.tokens.tokenizer import Tokenizer
 
-    ours = alone = 0.0
+    ours, alone = 0.0, list[float]()
     original = Tokenizer.documents
     for _ in range(blocks // chunk):
         texts: list[str] = []
@@ -206,8 +202,9 @@ def beside(stream: Any, bare: Alone, blocks: int, chunk: int) -> tuple[float, fl
 
         with mock.patch.object(Tokenizer, "documents", documents):
             ours += take(stream, chunk)
-        alone += bare(texts)
-    return ours, alone
+        with timed(alone):
+            bare(texts)
+    return ours, sum(alone)
 
 
 def with_datasets(made: Prepared) -> tuple[int, float]:
@@ -266,60 +263,55 @@ def opening(bench: Bench) -> None:
             for g in range(first, step * BLOCKS):
                 walked[g % 48].take()
             cursors = {index: lane.cursors[0] for index, lane in enumerate(walked)}
-            seconds, reads = [], 0
+            seconds, reads = list[float](), 0
             for _ in range(bench.sizes.rounds):
                 lanes, reader = made.lanes(manifest, step * BLOCKS, cursors)
-                began = time.process_time()
-                for lane in lanes:
-                    lane.take()
-                seconds.append(time.process_time() - began)
+                with timed(seconds):
+                    for lane in lanes:
+                        lane.take()
                 reads = reader.units.reads
             name = f"opening 48 lanes at step {step:,}, {packing}"
             bench.say(name, statistics.median(seconds), "s", "≤ 1", units_read=reads)
 
 
 def memory(bench: Bench) -> None:
+    import psutil
+
     pin(every=True)
     made, lanes = Prepared(bench), 24
     manifest = made.manifest(lanes=lanes)
     units = len(manifest.sources[0].units)
     with made.stream(manifest, 1) as stream:
-        worker = stream._items.processes[0].pid
-        samples: list[tuple[float, float, float]] = []
+        worker = psutil.Process(stream._items.processes[0].pid)
+        samples: list[tuple[float, Any]] = []
         read, began = 0.0, time.perf_counter()
         while read < bench.sizes.units:
             cursors = next(stream).cursors.values()
             if time.perf_counter() - began > len(samples):
-                samples.append((time.perf_counter() - began, *memory_of(worker)))
+                samples.append((time.perf_counter() - began, worker.memory_full_info()))
             read = sum(c.epoch * units / lanes + c.unit for (c,) in cursors)
             read *= lanes / len(cursors)
-        samples.append((time.perf_counter() - began, *memory_of(worker)))
+        samples.append((time.perf_counter() - began, worker.memory_full_info()))
     late = samples[len(samples) // 3 :]
-    minutes = [seconds / 60 for seconds, _, _ in late]
-    private = [one for _, one, _ in late]
+    minutes = [seconds / 60 for seconds, _ in late]
+    private = [used.uss / 1e6 for _, used in late]
     slope = statistics.linear_regression(minutes, private).slope if len(late) > 1 else 0.0
     goal = f"≤ {350 + 6 * lanes}"
     bench.say(f"memory of a worker with {lanes} lanes, private", max(private), "MB", goal)
-    bench.say("  resident, with shared pages", max(rss for _, _, rss in late), "MB", goal)
+    resident = max(used.rss for _, used in late) / 1e6
+    bench.say("  resident, with shared pages", resident, "MB", goal)
     more = {"units_read": round(read), "seconds": round(samples[-1][0]), "private_mb": private}
     bench.say(f"  growth over {read:,.0f} units at full speed", slope, "MB/min", "≤ 1", **more)
     pin()
 
 
-def memory_of(process: int) -> tuple[float, float]:
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines}
-    return found["Private_Clean"] + found["Private_Dirty"], found["Rss"]
-
-
 def order(bench: Bench) -> None:
     from llmtrain.hashing import mix, permutation
 
-    seconds = []
+    seconds: list[float] = []
     for epoch in range(bench.sizes.rounds):
-        began = time.process_time()
-        permutation(1_000_000, mix(42, 1, 0, epoch))
-        seconds.append(time.process_time() - began)
+        with timed(seconds):
+            permutation(1_000_000, mix(42, 1, 0, epoch))
     bench.say("order of a million units", statistics.median(seconds), "s", "≤ 0.5")
 
 

@@ -16,20 +16,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Bench, main
+from harness import LLMTRAIN, ROOT, Bench, main
 
 SIZES = {"minutes": (10.0, 2.0), "every": (60.0, 30.0)}
 KINDS = {"rank": 12, "agent": 15, "machine": 25}  # → seconds to the next new step, the goal
 AWAY_SECONDS = 5.0  # until a machine is on again
 SAVED_EVERY = 50
 BATCH = 8
-LLMTRAIN = [sys.executable, "-m", "llmtrain"]
 
 
 @dataclass(frozen=True)
@@ -90,28 +88,11 @@ class Machines:
                 one.kill()
 
 
-@contextmanager
-def machines(folder: Path) -> Iterator[Machines]:
-    """Two machines that are switched on, and off at the end."""
-    from helpers.netns import Network
-
-    network = Network()
-    network.up()
-    try:
-        made = Machines(network, folder)
-        for node in (0, 1):
-            made.switch_on(node)
-        yield made
-    finally:
-        network.down()
-
-
 def steps(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
     """Return the lines of a kind in the record so far."""
     from llmtrain.rundir import record
 
-    there = (run_dir / "metrics.jsonl").exists()
-    return [one for one in record.record(run_dir) if one["kind"] == kind] if there else []
+    return [one for one in record.record(run_dir) if one["kind"] == kind]
 
 
 def wait_for(condition: Any, seconds: float = 300.0) -> None:
@@ -133,9 +114,16 @@ def trains_on_both(run_dir: Path) -> bool:
 
 def run_and_kill(bench: Bench) -> list[Death]:
     """Run for the minutes asked for, with a death at every period; return the deaths."""
+    from helpers.netns import Network
+
     written(bench.folder)
-    run_dir, deaths = bench.folder / "run", list[Death]()
-    with machines(bench.folder) as both:
+    run_dir, deaths, network = bench.folder / "run", list[Death](), Network()
+    both = Machines(network, bench.folder)
+    with ExitStack() as at_the_end:
+        network.up()
+        at_the_end.callback(network.down)
+        both.switch_on(0)
+        both.switch_on(1)
         wait_for(lambda: trains_on_both(run_dir))
         begun = time.monotonic()
         while True:
@@ -173,11 +161,6 @@ def seconds_to_new_steps(found: list[Death], run_dir: Path) -> list[float | None
     return took
 
 
-def p95(values: list[float]) -> float:
-    """Return the 95th percentile: of fewer than twenty values the largest."""
-    return sorted(values)[max(0, -(-95 * len(values) // 100) - 1)]
-
-
 def straight(bench: Bench, last: int) -> Path:
     """Train so many steps in one process that nobody interrupts; return its directory."""
     path = bench.folder / "straight"
@@ -192,6 +175,7 @@ def straight(bench: Bench, last: int) -> Path:
 
 def deaths(bench: Bench) -> None:
     """Kill something every minute, and compare the run with one that nobody interrupts."""
+    import numpy as np
     from helpers.tiny import lines
 
     from llmtrain.checkpoint.read import tensors_digest
@@ -210,7 +194,8 @@ def deaths(bench: Bench) -> None:
         took = [one for one in each if one is not None]
         if took:
             name = f"death of {'an' if kind == 'agent' else 'a'} {kind} to the next new step, 95 %"
-            bench.say(name, p95(took), "s", f"≤ {most}", seconds=[round(one, 2) for one in took])
+            high = float(np.quantile(took, 0.95, method="inverted_cdf"))
+            bench.say(name, high, "s", f"≤ {most}", seconds=[round(one, 2) for one in took])
     last = steps(run_dir)[-1]["step"]
     other = straight(bench, last)
     pairs = zip(lines(run_dir, "train"), lines(other, "train"), strict=True)

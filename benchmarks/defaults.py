@@ -9,15 +9,13 @@ tokens a CPU second, the best of all rounds.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness import Bench, Clock, apart, config_of, in_turns, llama, main, peak_mb, turns
+from harness import Bench, Clock, config_of, contend, in_turns, llama, main, peak_mb
 
 FASTER = 1.3  # from here on bf16 is worth its rounding; llmtrain's `auto` has the same limit
 NAMES = {
@@ -35,6 +33,7 @@ SEQ_LEN, ROWS, PADDED = 256, 8, 1024
 PADDED_STEPS = 4  # at least, as articles differ in length
 WARM = 2  # steps that are not counted; one where a step has four times the tokens
 RATE, FIRST, PEAK = "tokens_per_cpu_second", "first_step_cpu_seconds", "peak_mb"
+BEST = {RATE: max, FIRST: min, PEAK: min}  # of all rounds
 Contender = tuple[str, str]
 Figures = dict[Contender, dict[str, float]]
 
@@ -85,19 +84,19 @@ def defaults(bench: Bench) -> None:
     fp32, bf16 = product_rate("float32"), product_rate("bfloat16")
     bench.say("a product in fp32", fp32, "GFLOP/s")
     bench.say("a product in bf16", bf16, "GFLOP/s")
-    found: dict[Contender, list[dict[str, Any]]] = {}
-    named = {NAMES[one]: one for one in contenders(bf16 / fp32, asked.trl)}
-    for turn, name in turns(named, bench.sizes.rounds):
-        kind, precision = one = named[name]
-        with TemporaryDirectory() as folder:
-            work = {"kind": kind, "precision": precision, "tokens": tokens, "folder": folder}
-            work |= {"data": str(asked.data.resolve()), "tokenizer": str(asked.tokenizer.resolve())}
-            row = apart(__file__, work, python=str(asked.trl if kind == "trl" else sys.executable))
-        found.setdefault(one, []).append(row)
-        print(f"    round {turn + 1}: {name:<42} {row[RATE]:8.0f} tokens/s", flush=True)
+    given = {"data": str(asked.data.resolve()), "tokenizer": str(asked.tokenizer.resolve())}
+    found = contend(
+        bench,
+        {
+            (kind, precision): given | {"kind": kind, "precision": precision, "tokens": tokens}
+            for kind, precision in contenders(bf16 / fp32, asked.trl)
+        },
+        bench.sizes.rounds,
+        pythons={(kind, precision): asked.trl for kind, precision in NAMES if kind == "trl"},
+        told=lambda one, row: f"{NAMES[one]:<42} {row[RATE]:8.0f} tokens/s",
+    )
     figures = {
-        one: {name: min(run[name] for run in runs) for name in (FIRST, PEAK)}
-        | {RATE: max(run[RATE] for run in runs)}
+        one: {name: best(run[name] for run in runs) for name, best in BEST.items()}
         for one, runs in found.items()
     }
     for one, name in NAMES.items():
@@ -119,9 +118,8 @@ def defaults(bench: Bench) -> None:
 
 def contender(**asked: Any) -> dict[str, Any]:
     """Train. asked: kind, precision, data, tokenizer, tokens (to count), folder."""
-    if asked["kind"] == "llmtrain":
-        return with_llmtrain(asked)
-    return (with_trl if asked["kind"] == "trl" else with_trainer)(asked)
+    train = {"llmtrain": with_llmtrain, "trl": with_trl}.get(asked["kind"], with_trainer)
+    return train(asked)
 
 
 def figures_of(clock: Clock, warm: int, precision: str) -> dict[str, Any]:

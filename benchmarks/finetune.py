@@ -13,7 +13,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -23,12 +22,11 @@ from unittest import mock
 
 import harness
 from _trl import compare, contender
-from harness import SAMPLE, Bench, Contender, apart, config_of, llama, prepared, shared, turns
+from harness import Bench, Contender, apart, config_of, llama, prepared, shared, turns
 
 # Nothing heavy here: the parts import what they measure.
 
 TRAIN, QWEN3, GPT2 = "sft/train.jsonl", "tokenizers/qwen3", "tokenizers/gpt2"
-LORA = {"kind": "lora", "r": 16, "alpha": 32}
 SIZES = {
     "rounds": (5, 1),  # times that rows are encoded
     "rows": (1_000_000, 300),  # of train.jsonl, at most
@@ -88,14 +86,12 @@ def speed(bench: Bench) -> None:
         "ours": lambda n: encoder.documents(source, chunks[n]),
         "bare": lambda n: encode(texts[n]),
     }
-    best: dict[str, dict[int, float]] = {name: {} for name in works}
+    taken: dict[str, list[list[float]]] = {name: [[] for _ in chunks] for name in works}
     for _ in range(bench.sizes.rounds):
         for n, (name, work) in product(range(len(chunks)), works.items()):
-            began = time.process_time()
-            work(n)
-            spent = time.process_time() - began
-            best[name][n] = min(spent, best[name].get(n, spent))
-    seconds = {name: sum(least.values()) for name, least in best.items()}
+            with harness.timed(taken[name][n]):
+                work(n)
+    seconds = {name: sum(map(min, each)) for name, each in taken.items()}
     ids = sum(len(one.ids) for one in found)
     again = sum(len(one) for chunk in texts for one in encode(chunk))
     more = {"rows": len(rows), "ids": ids, "ids_of_the_bare_encode": again}
@@ -136,12 +132,11 @@ def opening(bench: Bench) -> None:
     middle, file = len(steps) // 2, bench.folder / "middle.npy"
     np.save(file, steps[middle - 1])
     resumed = f"that of a resume at step {middle} of {len(steps)}"
-    asked: dict[str, tuple[int, str]] = {"the first batch": (0, "")}
-    asked[resumed] = (middle * BLOCKS, str(file))
+    asked: dict[str, dict[str, Any]] = {"the first batch": {"block": 0, "cursors": ""}}
+    asked[resumed] = {"block": middle * BLOCKS, "cursors": str(file)}
     costs: dict[str, list[dict[str, float]]] = {name: [] for name in asked}
     for _, name in turns(asked, bench.sizes.starts):
-        place = dict(zip(("block", "cursors"), asked[name], strict=True))
-        costs[name].append(apart(__file__, {"what": "open", "config": str(path), **place}))
+        costs[name].append(apart(__file__, {"what": "open", "config": str(path), **asked[name]}))
     for name, found in costs.items():
         batch = [cost["batch"] for cost in found]
         both = [cost["batch"] + cost["tokenizer"] for cost in found]
@@ -207,23 +202,12 @@ LAYERS_OF_500_MB = 5
 FROZEN = ["*embed*", "*proj*", "lm_head*"]
 
 
-def base_of(directory: Path, **shape: Any) -> Path:
-    """A directory with random weights and the sample's tokenizer."""
-    if not directory.exists():
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(3)
-        LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(SAMPLE / name, directory / name)
-    return directory
-
-
 def one_step(bench: Bench, name: str, layers: int = 0, **sections: Any) -> Path:
     """The config of a run of one step. layers: 0 = as many as the sizes say."""
     layers = layers or bench.sizes.layers
-    base = base_of(bench.folder / f"base-{layers}", **(WIDE | {"num_hidden_layers": layers}))
+    base = bench.folder / f"base-{layers}"
+    if not base.exists():
+        harness.base_of(base, WIDE | {"num_hidden_layers": layers})
     model = {"from": str(base), "activation_checkpointing": "none", **sections.pop("model", {})}
     return config_of(
         bench.folder / name,
@@ -239,8 +223,7 @@ def one_step(bench: Bench, name: str, layers: int = 0, **sections: Any) -> Path:
 def run_of(bench: Bench, name: str, **sections: Any) -> tuple[Path, float]:
     """The directory of such a run that has finished, and the MB of its base."""
     path = one_step(bench, name, **sections)
-    command = [sys.executable, "-m", "llmtrain", "train", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*harness.LLMTRAIN, "train", str(path)], check=True, stdout=subprocess.DEVNULL)
     bases = (bench.folder / f"base-{bench.sizes.layers}").glob("*.safetensors")
     return path.parent / "run", sum(map(tensor_bytes, bases)) / 1e6
 
@@ -252,20 +235,20 @@ def tensor_bytes(path: Path) -> int:
 
 
 def checkpoint(bench: Bench) -> None:
-    run_dir, base_mb = run_of(bench, "lora", adapter=LORA)
+    run_dir, base_mb = run_of(bench, "lora", adapter=harness.LORA)
     (directory,) = (run_dir / "checkpoints").glob("step-*")
     tokenizer = {path.name for path in (run_dir / "tokenizer").iterdir()}
     files = [path for path in directory.iterdir() if path.name not in tokenizer]
     tensors = sum(tensor_bytes(path) for path in files if path.suffix == ".safetensors")
     whole = sum(path.stat().st_size for path in files)
-    name = f"LoRA (r = {LORA['r']}) checkpoint over its tensors, of {tensors / 1e6:.1f} MB"
+    name = f"LoRA (r = {harness.LORA['r']}) checkpoint over its tensors, of {tensors / 1e6:.1f} MB"
     bench.say(name, whole / tensors, "×", "≤ 1.05", base_mb=base_mb)
     bench.say("  headers, configs, state and manifest", (whole - tensors) / 1e3, "kB")
 
 
 def export(bench: Bench) -> None:
     whole, mb = run_of(bench, "whole", model={"freeze": FROZEN})
-    adapted, _ = run_of(bench, "lora", adapter=LORA)
+    adapted, _ = run_of(bench, "lora", adapter=harness.LORA)
     out = bench.folder / "exported"
     more = ["--out", str(out), "--shard-gb", str(SHARD_GB), "--no-verify"]
     commands = {"imports": [], "models": ["models"]}
@@ -360,7 +343,6 @@ def load_as_rank(config: str) -> None:
 
 SMALL = llama(256, 4, 4, 704, 2048, 128)
 ROWS, RATE, SEED = 4, 1e-4, 42
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def step(bench: Bench) -> None:
@@ -369,14 +351,14 @@ def step(bench: Bench) -> None:
     import llmtrain
 
     steps, warm = bench.sizes.steps, bench.sizes.warm
-    base = base_of(bench.folder / "small", **SMALL)
+    base = harness.base_of(bench.folder / "small", SMALL)
     path = config_of(
         bench.folder,
         steps=steps,
         rows=ROWS,
         seq_len=128,
         model={"from": str(base), "tokenizer": "sample", "activation_checkpointing": "none"},
-        adapter=LORA,
+        adapter=harness.LORA,
         training={"micro_batch_size": ROWS},
         optimizer=OPTIMIZER | {"learning_rate": RATE},
         checkpoint={"every_steps": 10 * steps},
@@ -404,15 +386,12 @@ def step(bench: Bench) -> None:
 def peft_model(base: Path) -> tuple[Any, Any, list[Any]]:
     """The model that the run trains, by transformers and peft; its optimizer and parameters."""
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(SEED)
-    settings = LoraConfig(
-        task_type="CAUSAL_LM", r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=LINEAR
-    )
-    model = get_peft_model(plain, settings).train()
+    model = get_peft_model(plain, harness.peft_lora()).train()
     groups = [
         {"params": [p for n, p in model.named_parameters() if name in n], "weight_decay": decay}
         for name, decay in (("lora_A", 0.1), ("lora_B", 0.0))
@@ -421,18 +400,10 @@ def peft_model(base: Path) -> tuple[Any, Any, list[Any]]:
     return model, optimizer, [p for p in model.parameters() if p.requires_grad]
 
 
-def trl(bench: Bench) -> None:
-    if (places := shared(bench, TRAIN, GPT2)) is None:
-        return
-    if bench.asked.trl is None:
-        bench.say("trl: skipped, as no --trl names an environment with it", None)
-    else:
-        compare(bench, __file__, *places)
-
-
 if __name__ == "__main__":
     parts = {"speed": speed, "opening": opening, "checkpoint": checkpoint, "export": export}
-    parts |= {"shards": shards, "step": step, "trl": trl}
+    parts |= {"shards": shards, "step": step}
+    parts["trl"] = lambda bench: harness.beside_trl(bench, compare, TRAIN, GPT2)
     children = {"open": open_once, "memory": memory_of, "rank": load_as_rank, "trl": contender}
     paths = {"shared": False, "trl": False}  # a folder of data; an interpreter that has TRL
     harness.main(__doc__, parts, SIZES, paths=paths, child=children)

@@ -8,7 +8,6 @@ it on a CPU.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
@@ -297,12 +296,10 @@ def ours(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import llmtrain
-
-    config, clock = config_for(asked), Clock(asked)
-    from llmtrain.rundir import contents, record
     from llmtrain.training import saving
     from llmtrain.training.start import weights
 
+    config, clock = config_for(asked), Clock(asked)
     checked, more = asked.get("checked") and asked["device"] == "cuda", dict[str, Any]()
 
     def begin(original: Any, run: Any, step: int) -> None:
@@ -316,14 +313,13 @@ def ours(asked: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.set_sync_debug_mode("default")
         more.update(clock.found(0.0))
         if asked.get("saved"):
+            from checkpoint import torch_save
+
             shutil.rmtree(run.run_dir / "checkpoints")  # the disk may not hold a third
             optimizer = run.engine._optimizer.state_dict()
             state = {"model": run.built.model.state_dict(), "optimizer": optimizer}
             began = time.perf_counter()
-            with (run.run_dir / "torch.pt").open("wb") as file:
-                torch.save(state, file)  # noqa: TID251  # what is compared with
-                file.flush()
-                os.fsync(file.fileno())
+            torch_save(run.run_dir / "torch.pt", state)
             more["torch_save_seconds"] = time.perf_counter() - began
         return original(run)
 
@@ -336,12 +332,12 @@ def ours(asked: dict[str, Any]) -> dict[str, Any]:
     weights.check_room = lambda *given: None  # there is room for the two saves, or none is made
     with around(begin=begin, finish=finish, save=save):
         llmtrain.train(config)
-    lines = record.read(config.run_dir / contents.METRICS)
-    more["last_loss"] = [line["loss"] for line in lines if line["kind"] == "train"][-1]
-    if saves := [line for line in lines if line["kind"] == "checkpoint"]:
+    run = llmtrain.open_run(config.run_dir)
+    more["last_loss"] = run.metrics("train")[-1]["loss"]
+    if saves := run.metrics("checkpoint"):
         more["blocked_seconds"] = [line["blocked_seconds"] for line in saves]
         more["bytes"] = saves[0]["bytes"]
-    events = [line for line in lines if line.get("event") == "memory_compared"]
+    events = [line for line in run.metrics("event") if line["event"] == "memory_compared"]
     return more | (events[-1]["detail"] if events else {})
 
 

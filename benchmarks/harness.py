@@ -38,18 +38,20 @@ from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SAMPLE = ROOT / "llmtrain" / "data" / "sample"
+LLMTRAIN = [sys.executable, "-m", "llmtrain"]
 THREADS = "OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "tiktoken"),
     *("numpy", "pyarrow", "safetensors", "xxhash"),
 )
 Size = int | float | str | tuple[Any, ...]
+T = TypeVar("T")
 
 
 def main(
@@ -66,14 +68,13 @@ def main(
     sizes: how much is measured, usually and with `--quick`; each is an option of its name
     paths: options that name a file or directory, and whether each has to be given
     child: what `measure` calls in a process of its own, by the argument `what` if there are
-        several: it returns a row, or yields several
+        several: it returns a row
     pinned: to one core, with one thread in every library
     """
     if child and len(sys.argv) == 2 and sys.argv[1].startswith("{"):
         given = json.loads(sys.argv[1])
         found = (child[given.pop("what")] if isinstance(child, Mapping) else child)(**given)
-        for row in [found] if isinstance(found, dict) else found or ():
-            print(json.dumps(row), flush=True)
+        print(json.dumps(found), flush=True)
         return
     if pinned:
         one_core()
@@ -83,18 +84,17 @@ def main(
     for name, required in (paths or {}).items():
         parser.add_argument(f"--{name}", type=Path, required=required)
     for name, (size, _) in sizes.items():
-        many, one = isinstance(size, tuple), size[0] if isinstance(size, tuple) else size
-        option, more = f"--{name.replace('_', '-')}", {"nargs": "+"} if many else {}
-        parser.add_argument(option, type=type(one), metavar=name[0].upper(), **more)
+        one, more = (size[0], {"nargs": "+"}) if isinstance(size, tuple) else (size, {})
+        more |= {"metavar": name[0].upper(), "default": argparse.SUPPRESS}
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(one), **more)
     if len(named) > 1:
         parser.add_argument("--only", nargs="+", choices=named, default=list(named))
     parser.add_argument("--quick", action="store_true", help="a look whether it works")
     parser.add_argument("--json", type=Path, help="results; rows of parts left out stay in it")
     asked = parser.parse_args()
-    chosen = {name: two[asked.quick] for name, two in sizes.items()}
-    named_sizes = {name: getattr(asked, name) for name in sizes if getattr(asked, name) is not None}
+    chosen = {name: getattr(asked, name, two[asked.quick]) for name, two in sizes.items()}
     name = Path(sys.argv[0]).stem
-    bench = Bench(name, asked, SimpleNamespace(**chosen | named_sizes), named, parser.error)
+    bench = Bench(name, asked, SimpleNamespace(**chosen), named, parser.error)
     for part in getattr(asked, "only", named):
         with tempfile.TemporaryDirectory(dir=getattr(asked, "dir", None)) as folder:
             bench.begin(part, Path(folder))
@@ -136,7 +136,7 @@ class Bench:
         self, name: str, asked: Any, sizes: Any, parts: Iterable[str], refuse: Any = sys.exit
     ) -> None:
         self.asked, self.sizes, self.refuse = asked, sizes, refuse
-        self.rows = read_rows(asked.json) if asked.json else []
+        self.rows = read_rows(asked.json) if asked.json and asked.json.is_file() else []
         self.about, self.part = {"bench": name, **about()}, ""
         self._places = {part: place for place, part in enumerate(parts)}
         print(", ".join(f"{key} {value}" for key, value in self.about.items()), flush=True)
@@ -169,6 +169,16 @@ def shared(bench: Bench, *names: str) -> list[Path] | None:
     return None if absent else [place.resolve() for place in places]
 
 
+def beside_trl(bench: Bench, compare: Callable[..., None], *names: str) -> None:
+    """Call `compare` with files of `--shared`, or add a row that says what is not there."""
+    if (places := shared(bench, *names)) is None:
+        return
+    if bench.asked.trl is None:
+        bench.say(f"{bench.part}: skipped, as no --trl names an environment with it", None)
+    else:
+        compare(bench, *places)
+
+
 def is_met(figure: float | None, goal: str) -> bool | None:
     """Return whether a figure meets its goal; None where one of the two is missing."""
     if figure is None or not goal:
@@ -194,16 +204,16 @@ def line(row: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of results; none if it does not exist."""
-    if not path.is_file():
-        return []
-    return [json.loads(text) for text in path.read_text("utf-8").splitlines()]
+    """Return the objects of a file that has one a line."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(text) for text in file]
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a row a line."""
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write an object a line, and return the path."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), "utf-8")
+    return path
 
 
 def about() -> dict[str, Any]:
@@ -286,12 +296,48 @@ def ranks(script: str, asked: Mapping[str, Any], count: int) -> list[dict[str, A
         return list(pool.map(lambda place: apart(script, asked, env=place), places))
 
 
-def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+def contend(
+    bench: Bench,
+    asked: Mapping[T, Mapping[str, Any]],
+    rounds: int,
+    limit: float = 600,
+    *,
+    pythons: Mapping[T, Path] | None = None,
+    told: Callable[[T, dict[str, Any]], str] | None = None,
+) -> dict[T, list[dict[str, Any]]]:
+    """Call this program's child for each contender in turns, each time in a process of its own.
+
+    asked: the arguments of each, to which comes a `folder` of its own
+    pythons: the interpreters of those that run in another environment
+    told: what is printed of a contender and its row as soon as it is there
+
+    Returns the rows of each.
+    """
+    found: dict[T, list[dict[str, Any]]] = {one: [] for one in asked}
+    for turn, one in turns(asked, rounds):
+        python = str((pythons or {}).get(one, sys.executable))
+        with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
+            row = apart(sys.argv[0], {**asked[one], "folder": folder}, limit, python=python)
+        found[one].append(row)
+        if told:
+            print(f"    round {turn + 1}: {told(one, row)}", flush=True)
+    return found
+
+
+def turns(names: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
     """Yield (round, name): each once a round, which begins with another one each time."""
     listed = list(names)
     for turn in range(rounds):
         first = turn % len(listed)
         yield from ((turn, name) for name in (*listed[first:], *listed[:first]))
+
+
+@contextlib.contextmanager
+def timed(seconds: list[float], clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+    """Append the seconds that what is inside takes."""
+    began = clock()
+    yield
+    seconds.append(clock() - began)
 
 
 def in_turns(
@@ -304,9 +350,8 @@ def in_turns(
     found: dict[str, list[float]] = {name: [] for name in work}
     for _, name in turns(work, rounds):
         before()
-        began = clock()
-        work[name]()
-        found[name].append(clock() - began)
+        with timed(found[name], clock):
+            work[name]()
     return found
 
 
@@ -418,6 +463,43 @@ def config_of(
     return path
 
 
+# ChatML. TRL trains on what is between the tags, to us they say nothing: the end of a turn is in.
+TEMPLATE = """{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message.content + '<|im_end|>' }}\
+{% endgeneration %}{{ '\\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+LORA = {"kind": "lora", "r": 16, "alpha": 32}
+
+
+def base_of(directory: Path, shape: Mapping[str, Any], tokenizer: Path | None = None) -> Path:
+    """Write a Llama with random weights. tokenizer: gets ChatML; None = that of the sample."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    loaded = AutoTokenizer.from_pretrained(tokenizer or SAMPLE)
+    if tokenizer:
+        loaded.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        loaded.chat_template = TEMPLATE
+    loaded.save_pretrained(directory)
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
+    return directory
+
+
+def peft_lora() -> Any:
+    """Return the adapter LORA for peft."""
+    from peft import LoraConfig
+
+    r, alpha = LORA["r"], LORA["alpha"]
+    return LoraConfig(task_type="CAUSAL_LM", r=r, lora_alpha=alpha, target_modules="all-linear")
+
+
 def prepared(path: Path) -> tuple[Any, Path]:
     """Prepare the run of a config; return its manifest and the directory of its tokenizer."""
     from llmtrain import load_config
@@ -456,6 +538,16 @@ def around(**functions: Callable[..., Any]) -> Iterator[None]:
     made = {name: partial(one, getattr(loop, name)) for name, one in functions.items()}
     with mock.patch.multiple(loop, **made):
         yield
+
+
+def timing(seconds: list[float], *clock: Callable[[], float]) -> Callable[..., Any]:
+    """Return what calls its first argument and appends the seconds that takes: for `around`."""
+
+    def call(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        with timed(seconds, *clock):
+            return original(*given, **named)
+
+    return call
 
 
 def unsaved(_save: Any, _run: Any, _step: int) -> None:

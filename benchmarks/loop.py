@@ -193,11 +193,8 @@ def by_the_book(turn: Turn, batches: Batches) -> float:
     return loss.item()
 
 
-class InOrder(Trainer):
-    """Reads its blocks in order, and keeps the last loss."""
-
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+class LastLoss(Trainer):
+    """Keeps the last loss."""
 
     def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
         self.last: torch.Tensor = super().training_step(*given, **more)
@@ -207,9 +204,10 @@ class InOrder(Trainer):
 def trainer(turn: Turn, model: Any, rows: Sequence[Any], folder: Path, **settings: Any) -> float:
     """transformers' Trainer, which logs, saves and reports nothing. settings: its arguments."""
     quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    quiet["train_sampling_strategy"] = "sequential"
     arguments = TrainingArguments(output_dir=str(folder), **quiet, **settings)
     turning = callback(on_train_begin=turn, on_step_end=turn)
-    one = InOrder(model, arguments, train_dataset=rows, callbacks=[turning])
+    one = LastLoss(model, arguments, train_dataset=rows, callbacks=[turning])
     one.train()
     return one.last.item()
 
@@ -231,8 +229,7 @@ def ours(turn: Turn, config: Any, all_through: Turn) -> float:
 
     with around(begin=begin, finish=end):
         llmtrain.train(config)
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    return float([json.loads(line)["loss"] for line in lines if '"train"' in line][-1])
+    return float(llmtrain.open_run(config.run_dir).metrics("train")[-1]["loss"])
 
 
 def counts(bench: Bench) -> None:

@@ -7,11 +7,14 @@ Llamas in fp32 on processes of this machine; the same counts hold for any size.
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-from harness import Bench, main, ranks
+from harness import ROOT, Bench, main, ranks, timed
 
 HIDDEN, QUERIES, KEYS, MLP, HEADS = 64, 64, 64, 160, 4  # widths of a block, and its heads
 BLOCKS, VOCABULARY, LENGTH, MICRO = 4, 512, 64, 2
@@ -19,14 +22,15 @@ SLEEP = 0.1  # seconds of a block's forward
 SIZES = {"micro_batches": (4, 2), "counts": ((4, 8, 16), (4,))}
 
 
+@contextmanager
 def opened(
     strategy: str = "ddp",
     blocks: int = BLOCKS,
     schedule: str = "1f1b",
     stages_each: int = 1,
     **cut: int,
-) -> tuple[Any, Any, Any]:
-    """Return (launched, bare model, optimizer) as a run has them after its preparation.
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (launched, bare model, optimizer) as a run has them after its preparation.
 
     cut: tensor_parallel, pipeline_parallel, sequence_parallel
     """
@@ -37,7 +41,7 @@ def opened(
 
     from llmtrain.config.schema import DistributedConfig, OptimizerConfig
     from llmtrain.distributed.engines import stages, state
-    from llmtrain.distributed.engines.accelerator import make_accelerator
+    from llmtrain.distributed.engines.accelerator import close, make_accelerator
     from llmtrain.distributed.engines.pipeline import PipelineEngine
     from llmtrain.distributed.engines.sequence import exchanged as in_heads
     from llmtrain.model import attention
@@ -70,7 +74,8 @@ def opened(
         launched.engine.cut_into_stages(module, optimizer, anatomy, ranges, schedule)
     launched.engine.prepare(module, bare, optimizer)
     launched.engine.create_state()
-    return launched, bare, optimizer
+    yield launched, bare, optimizer
+    close()
 
 
 def step(launched: Any, count: int) -> None:
@@ -85,126 +90,78 @@ def step(launched: Any, count: int) -> None:
         continue
 
 
-@contextmanager
-def reductions() -> Iterator[list[int]]:
-    """Count the elements of each all-reduce."""
-    import torch.distributed as dist
-
-    seen: list[int] = []
-    before = dist.all_reduce
-
-    def counted(tensor: Any, *args: Any, **more: Any) -> Any:
-        seen.append(tensor.numel())
-        return before(tensor, *args, **more)
-
-    dist.all_reduce = counted
-    try:
-        yield seen
-    finally:
-        dist.all_reduce = before
-
-
 def held(strategy: str, **cut: int) -> dict[str, Any]:
     """Measure bytes of a rank's parameters, gradients and moments for each of the model's."""
-    from llmtrain.distributed.engines import state
-    from llmtrain.distributed.engines.accelerator import close
+    from llmtrain.distributed.engines.state import local
 
-    launched, bare, optimizer = opened(strategy, **cut)
-    step(launched, 2)
-    parts = {
-        "parameters": [one.detach() for one in bare.parameters()],
-        "gradients": [one.grad for one in bare.parameters()],
-        "moments": [one for kept in optimizer.state.values() for one in kept.values() if one.ndim],
-    }
     block = 2 * HIDDEN * (QUERIES + KEYS) + 3 * HIDDEN * MLP + 2 * HIDDEN
     whole = 2 * VOCABULARY * HIDDEN + BLOCKS * block + HIDDEN
-    found = {name: sum(state.local(t).nbytes for t in own) / whole for name, own in parts.items()}
-    close()
-    return found
+    with opened(strategy, **cut) as (launched, bare, optimizer):
+        step(launched, 2)
+        parts = {
+            "parameters": [one.detach() for one in bare.parameters()],
+            "gradients": [one.grad for one in bare.parameters()],
+            "moments": [m for kept in optimizer.state.values() for m in kept.values() if m.ndim],
+        }
+        return {name: sum(local(one).nbytes for one in own) / whole for name, own in parts.items()}
 
 
 def exchanged(tensor: int, blocks: int, count: int) -> dict[str, Any]:
     """Count the all-reduces of some micro-batches."""
-    from llmtrain.distributed.engines.accelerator import close
+    import torch.distributed as dist
 
-    launched, _, _ = opened(blocks=blocks, tensor_parallel=tensor)
-    step(launched, 1)
-    with reductions() as seen:
-        step(launched, count)
-    close()
-    return {"count": len(seen), "elements": sum(seen)}
+    with opened(blocks=blocks, tensor_parallel=tensor) as (launched, _, _):
+        step(launched, 1)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+            step(launched, count)
+    elements = sum(call.args[0].numel() for call in reduce.call_args_list)
+    return {"count": reduce.call_count, "elements": elements}
 
 
 def kept(tensor: int, sequence: int, blocks: int) -> dict[str, Any]:
     """Measure the bytes that the decoder's forward keeps for its backward."""
     from torch.autograd.graph import saved_tensors_hooks
 
-    from llmtrain.distributed.engines.accelerator import close
     from llmtrain.model.attention import in_parts, model_keywords
     from llmtrain.model.loss import made_up_batch
 
-    cut = {"tensor_parallel": tensor, "sequence_parallel": sequence}
-    launched, bare, _ = opened(blocks=blocks, **cut)
-    weights = {one.untyped_storage().data_ptr() for one in (*bare.parameters(), *bare.buffers())}
     seen: dict[int, Any] = {}
 
     def keep(saved: Any) -> Any:
         seen[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
         return saved
 
-    own = launched.layout.positions(LENGTH)
-    ids = made_up_batch(MICRO, LENGTH, VOCABULARY, launched.device)[:, own]
-    row: Any = {} if sequence == 1 else in_parts({"input_ids": ids}, own)
-    row.pop("input_ids", None)
-    with saved_tensors_hooks(keep, lambda saved: saved):
-        output = bare.base_model(ids, **model_keywords(**row))[0]
-    found = sum(one.nbytes() for address, one in seen.items() if address not in weights)
-    del output
-    close()
+    cut = {"tensor_parallel": tensor, "sequence_parallel": sequence}
+    with opened(blocks=blocks, **cut) as (launched, bare, _):
+        whole = (*bare.parameters(), *bare.buffers())
+        weights = {one.untyped_storage().data_ptr() for one in whole}
+        own = launched.layout.positions(LENGTH)
+        ids = made_up_batch(MICRO, LENGTH, VOCABULARY, launched.device)[:, own]
+        row: Any = {} if sequence == 1 else in_parts({"input_ids": ids}, own)
+        row.pop("input_ids", None)
+        with saved_tensors_hooks(keep, lambda saved: saved):
+            output = bare.base_model(ids, **model_keywords(**row))[0]
+        found = sum(one.nbytes() for address, one in seen.items() if address not in weights)
+        del output
     return {"bytes": found}
 
 
 def peak(schedule: str, count: int) -> dict[str, Any]:
     """Measure the most bytes that a step of two stages makes and holds at a time."""
-    import weakref
+    sys.path.append(str(ROOT / "tests"))
+    from helpers.live_storage import LiveStorage
 
-    from torch.utils._pytree import tree_iter
-
-    from llmtrain.distributed.engines.accelerator import close
-    from llmtrain.torch_private import TorchDispatchMode
-
-    class Live(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.held: dict[int, int] = {}
-            self.most = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            result = function(*args, **(kwargs or {}))
-            for one in tree_iter(result):
-                storage = getattr(one, "untyped_storage", lambda: None)()
-                if storage is not None and storage._cdata not in self.held:
-                    self.held[storage._cdata] = storage.nbytes()
-                    self.most = max(self.most, sum(self.held.values()))
-                    weakref.finalize(storage, self.held.pop, storage._cdata, 0)
-            return result
-
-    launched, _, _ = opened(schedule=schedule, pipeline_parallel=2)
-    step(launched, count)
-    launched.engine.clear()
-    with Live() as live:
+    with opened(schedule=schedule, pipeline_parallel=2) as (launched, _, _):
         step(launched, count)
-    close()
-    return {"bytes": live.most}
+        launched.engine.clear()
+        with LiveStorage() as live:
+            step(launched, count)
+    return {"bytes": live.peak}
 
 
 def idle(schedule: str, count: int, stages_each: int) -> dict[str, Any]:
     """Time a step of a pipeline whose blocks sleep."""
-    import time
-
     import torch
-
-    from llmtrain.distributed.engines.accelerator import close
 
     class Slept(torch.autograd.Function):
         @staticmethod
@@ -217,20 +174,17 @@ def idle(schedule: str, count: int, stages_each: int) -> dict[str, Any]:
             time.sleep(2 * SLEEP)
             return gradient
 
-    launched, bare, _ = opened(
-        schedule=schedule, stages_each=stages_each, pipeline_parallel=int(os.environ["WORLD_SIZE"])
-    )
-    for block in bare.model.layers:
-        if not any(True for _ in block.parameters()):
-            continue  # it is on another process
-        block.register_forward_hook(lambda _block, _given, hidden: Slept.apply(hidden))
-    step(launched, count)
-    began = time.perf_counter()
-    step(launched, count)
-    seconds = time.perf_counter() - began
-    own = BLOCKS // int(os.environ["WORLD_SIZE"])
-    close()
-    return {"share": 1 - count * own * 3 * SLEEP / seconds}
+    processes, seconds = int(os.environ["WORLD_SIZE"]), list[float]()
+    cut = {"stages_each": stages_each, "pipeline_parallel": processes}
+    with opened(schedule=schedule, **cut) as (launched, bare, _):
+        for block in bare.model.layers:
+            if any(True for _ in block.parameters()):  # else it is on another process
+                block.register_forward_hook(lambda _block, _given, hidden: Slept.apply(hidden))
+        step(launched, count)
+        with timed(seconds, time.perf_counter):
+            step(launched, count)
+    own = BLOCKS // processes
+    return {"share": 1 - count * own * 3 * SLEEP / seconds[0]}
 
 
 def bytes_of_a_rank(bench: Bench) -> None:
@@ -262,8 +216,7 @@ def activations(bench: Bench) -> None:
     whole, shared = 24 * HIDDEN + 8, 4 * (2 * QUERIES + 2 * KEYS + 4 * MLP) + 4 * HEADS
     for tensor, sequence in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
         asked = {"what": "kept", "tensor": tensor, "sequence": sequence}
-        count = tensor * sequence
-        more, fewer = (ranks(__file__, asked | {"blocks": n}, count)[0] for n in (3, 2))
+        more, fewer = (ranks(__file__, asked | {"blocks": n}, tensor * sequence)[0] for n in (3, 2))
         found = (more["bytes"] - fewer["bytes"]) / tokens
         # Of what attention returns, both its own heads and all heads that come back are kept.
         again = 4 * QUERIES if sequence > 1 else 0
@@ -274,15 +227,11 @@ def activations(bench: Bench) -> None:
 
 
 def memory(bench: Bench) -> None:
-    found = {
-        schedule: [
-            one["bytes"]
-            for one in ranks(__file__, {"what": "peak", "schedule": schedule, "count": 16}, 2)
-        ]
-        for schedule in ("gpipe", "1f1b")
-    }
-    pairs = zip(found["gpipe"], found["1f1b"], strict=True)
-    least = min(one / other for one, other in pairs)
+    found = {}
+    for schedule in ("gpipe", "1f1b"):
+        rows = ranks(__file__, {"what": "peak", "schedule": schedule, "count": 16}, 2)
+        found[schedule] = [row["bytes"] for row in rows]
+    least = min(a / b for a, b in zip(found["gpipe"], found["1f1b"], strict=True))
     bench.say("16 micro-batches: peak of GPipe over that of 1F1B", least, "×", "≥ 3", **found)
 
 
@@ -300,14 +249,8 @@ def bubble(bench: Bench) -> None:
         bench.say(name, abs(found - expected), "", "≤ 0.02", measured=found, formula=expected)
 
 
-PARTS = {
-    "bytes": bytes_of_a_rank,
-    "exchanges": exchanges,
-    "activations": activations,
-    "memory": memory,
-    "bubble": bubble,
-}
-
 if __name__ == "__main__":
+    parts = {"bytes": bytes_of_a_rank, "exchanges": exchanges, "activations": activations}
+    parts |= {"memory": memory, "bubble": bubble}
     children = {"held": held, "exchanged": exchanged, "kept": kept, "peak": peak, "idle": idle}
-    main(__doc__ or "", PARTS, SIZES, child=children, pinned=False)
+    main(__doc__, parts, SIZES, child=children, pinned=False)

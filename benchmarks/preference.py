@@ -8,16 +8,16 @@ both, and compares their numbers.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from _trl_pairs import base_of, contender, same as compare_numbers, speed as compare_speed
+import harness
+from _trl_pairs import KEYS, contender, same, speed
 from finetune import walk_epoch
-from harness import Bench, apart, around, config_of, llama, main, peak_mb, shared, turns, unsaved
+from harness import Bench, config_of, llama, shared, timed
 
 PAIRS, GPT2, QWEN3 = "preference/train.jsonl", "tokenizers/gpt2", "tokenizers/qwen3"
 TOKENS, HIDDEN, VOCABULARY = 2048, 192, 8192
@@ -41,17 +41,12 @@ def head(bench: Bench) -> None:
     tokens = bench.sizes.tokens
     for kind, goal in (("trained", "≤ 1.5"), ("frozen", "≤ 1.05")):
         works = {name: head_work(name, tokens, kind == "trained") for name in ("chat", "pairs")}
-        least: dict[str, float] = {}
-        for _, name in turns(works, bench.sizes.rounds):
-            began = time.process_time()
-            works[name]()
-            spent = time.process_time() - began
-            least[name] = min(spent, least.get(name, spent))
+        found = harness.in_turns(bench.sizes.rounds, works, time.process_time)
         more = {"tokens": tokens, "hidden": HIDDEN, "vocabulary": VOCABULARY}
         name = f"head and loss of pairs over those of conversations, {kind} head"
-        bench.say(name, least["pairs"] / least["chat"], "×", goal, **more)
+        bench.say(name, min(found["pairs"]) / min(found["chat"]), "×", goal, **more)
         asked = {"what": "head", "name": "pairs", "tokens": tokens, "kind": kind}
-        peak = apart(__file__, asked)["mb"]
+        peak = harness.apart(__file__, asked)["mb"]
         bench.say("  peak of pairs", peak, "MB")
         planned = planned_mb(tokens, kind == "trained")
         bench.say("  over the plan's row", peak / planned, "×", "≤ 1", mb=planned)
@@ -80,10 +75,8 @@ def head_work(
         if name == "chat":
             loss = linear_cross_entropy(hidden, weight, labels, all_trained=True)
         else:
-            each = log_probs(hidden, weight, labels, all_trained=True)
-            loss = loss_and_sums(sequence_sums(each, lengths), asked, PreferenceConfig(loss="dpo"))[
-                0
-            ]
+            sums = sequence_sums(log_probs(hidden, weight, labels, all_trained=True), lengths)
+            loss = loss_and_sums(sums, asked, PreferenceConfig(loss="dpo"))[0]
         loss.backward()
 
     return work
@@ -93,9 +86,9 @@ def head_alone(name: str, tokens: int, kind: str) -> dict[str, float]:
     """The memory that head and loss need beyond the operands, in a process of its own."""
     work = head_work(name, tokens, kind == "trained", LARGE)
     head_work(name, 64, kind == "trained", 64)()  # what torch loads and makes once
-    before = peak_mb()
+    before = harness.peak_mb()
     work()
-    return {"mb": peak_mb() - before}
+    return {"mb": harness.peak_mb() - before}
 
 
 def planned_mb(tokens: int, trained: bool) -> float:
@@ -117,30 +110,24 @@ def planned_mb(tokens: int, trained: bool) -> float:
 # Runs
 
 
-def as_talks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Both answers of each pair as conversations of their own."""
-    return [
-        {"messages": [*row["prompt"], *row[key]]} for row in rows for key in ("chosen", "rejected")
-    ]
-
-
 def step(bench: Bench) -> None:
     if (places := shared(bench, PAIRS, GPT2)) is None:
         return
-    rows = [json.loads(line) for line in places[0].read_text("utf-8").splitlines()]
-    files = {"pairs": rows, "chat": as_talks(rows)}
-    base = base_of(bench.folder / "base", SHAPE | {"vocab_size": 50_304}, places[1])
+    rows = harness.read_rows(places[0])
+    talks = [{"messages": [*row["prompt"], *row[key]]} for row in rows for key in KEYS]
+    files = {
+        "pairs": harness.write_rows(bench.folder / "pairs.jsonl", rows),
+        "chat": harness.write_rows(bench.folder / "chat.jsonl", talks),  # of one answer each
+    }
+    base = harness.base_of(bench.folder / "base", SHAPE | {"vocab_size": 50_304}, places[1])
+    asked = {"what": "run", "base": str(base)}
+    asked |= {"steps": bench.sizes.of_a_run, "blocks": bench.sizes.blocks}
     for kind in bench.sizes.kinds:
-        found: dict[str, list[dict[str, float]]] = {}
-        for turn, name in turns(files, bench.sizes.turns):
-            data = bench.folder / f"{name}.jsonl"
-            data.write_text("".join(json.dumps(row) + "\n" for row in files[name]))
-            sizes = {"steps": bench.sizes.of_a_run, "blocks": bench.sizes.blocks}
-            own = {"name": name, "lora": kind == "LoRA", "data": str(data), "base": str(base)}
-            place = {"folder": str(bench.folder / f"{kind}-{name}-{turn}")}
-            found.setdefault(name, []).append(
-                apart(__file__, {"what": "run"} | own | sizes | place, 1800)
-            )
+        each = {
+            name: asked | {"name": name, "lora": kind == "LoRA", "data": str(data)}
+            for name, data in files.items()
+        }
+        found = harness.contend(bench, each, bench.sizes.turns, 1800)
         least = {name: min(run["of_a_token"] for run in runs) for name, runs in found.items()}
         name = f"{kind}: a step on pairs over one on conversations, by position that is no padding"
         bench.say(name, least["pairs"] / least["chat"], "×", "≤ 1.15", runs=found)
@@ -172,23 +159,22 @@ def run_of(
         training={"micro_batch_size": 1},
         optimizer={"learning_rate": 1e-5},
         **({"preference": {"loss": "dpo"}} if name == "pairs" else {}),
-        **({"adapter": {"kind": "lora", "r": 16, "alpha": 32}} if lora else {}),
+        **({"adapter": harness.LORA} if lora else {}),
     )
     spent, real, scored = list[float](), list[int](), list[float]()
     score = reference._Pass._score
 
-    def timed(one: Any, batch: Any, *more: Any) -> None:
-        began = time.process_time()
-        score(one, batch, *more)
-        scored.append(time.process_time() - began)
+    def timed_score(*given: Any) -> None:
+        with timed(scored):
+            score(*given)
 
     def update(original: Any, run: Any, batch: Any, factor: float) -> None:
-        began = time.process_time()
-        original(run, batch, factor)
-        spent.append(time.process_time() - began)
+        with timed(spent):
+            original(run, batch, factor)
         real.append(batch.real_tokens)
 
-    with mock.patch.object(reference._Pass, "_score", timed), around(update=update, save=unsaved):
+    scoring = mock.patch.object(reference._Pass, "_score", timed_score)
+    with scoring, harness.around(update=update, save=harness.unsaved):
         llmtrain.train(llmtrain.load_config(path))
     warm, of_pass, count = sum(spent[1:]), sum(scored[1:]), (steps - 1) * blocks
     means = {"of_a_block": warm / count, "of_the_pass": of_pass / count}
@@ -212,26 +198,10 @@ def fill(bench: Bench) -> None:
     bench.say(name, share, "", "≥ 0.96", blocks=32 * len(steps))
 
 
-def beside_trl(bench: Bench, part: Callable[..., None], *names: str) -> None:
-    if (places := shared(bench, *names)) is None:
-        return
-    if bench.asked.trl is None:
-        bench.say(f"{bench.part}: skipped, as no --trl names an environment with it", None)
-    else:
-        part(bench, __file__, *places)
-
-
-def trl(bench: Bench) -> None:
-    beside_trl(bench, compare_speed, PAIRS, GPT2)
-
-
-def numbers(bench: Bench) -> None:
-    beside_trl(bench, compare_numbers)
-
-
 if __name__ == "__main__":
     parts = {"head": head, "step": step, "fill": fill}
-    parts |= {"trl": trl, "same": numbers}
+    parts["trl"] = lambda bench: harness.beside_trl(bench, speed, PAIRS, GPT2)
+    parts["same"] = lambda bench: harness.beside_trl(bench, same)
     children = {"head": head_alone, "run": run_of, "trl": contender}
     paths = {"shared": False, "trl": False}  # a folder of data; an interpreter that has TRL
-    main(__doc__, parts, SIZES, paths=paths, child=children)
+    harness.main(__doc__, parts, SIZES, paths=paths, child=children)

@@ -15,12 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from harness import ROOT, Bench, main
+from harness import LLMTRAIN, ROOT, Bench, main
 
-sys.path.append(
-    str(ROOT / "tests")
-)  # what a run writes, and which browser there is, is known there
-LLMTRAIN = [sys.executable, "-m", "llmtrain"]
+# What a run writes, and which browser there is, is known there.
+sys.path.append(str(ROOT / "tests"))
 
 
 def report(bench: Bench) -> None:

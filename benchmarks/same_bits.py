@@ -8,12 +8,13 @@ those of another with the key.
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness import Bench, around, config_of, llama, main, ranks, turns
+from harness import Bench, around, config_of, llama, main, ranks, timing, turns
 
 SHAPE = llama(320, 4, 5, 864)
 SEQ_LEN, MICRO_BATCHES = 512, 2  # of each process
@@ -29,40 +30,35 @@ GOALS = {"ddp": "≤ 1.15", "fsdp2": "≤ 1.10"}  # at 2,048 tokens a micro-batc
 
 
 def cost(bench: Bench) -> None:
-    for strategy in bench.sizes.strategies:
-        goal = GOALS[strategy]
-        for rows in bench.sizes.rows:
-            seconds: dict[str, list[float]] = {"plain": [], "exact": []}
-            ends: dict[str, set[str]] = {"plain": set(), "exact": set()}
-            for turn, name in turns(seconds, bench.sizes.rounds):
-                place = bench.folder / f"{strategy}-{rows}-{name}-{turn}"
-                asked = {"strategy": strategy, "rows": rows, "exact": name == "exact"}
-                asked |= {"processes": bench.sizes.processes}
-                asked |= {"folder": str(place), "steps": bench.sizes.steps}
-                found = ranks(__file__, asked, bench.sizes.processes)
-                together = zip(*(one["seconds"] for one in found), strict=True)
-                seconds[name] += [sum(step) for step in together]
-                ends[name].add(found[0]["sha256"])
-            if len(ends["exact"]) != 1:
-                bench.refuse(f"{strategy}: the turns ended in other bits: {ends['exact']}")
-            least = {name: statistics.median(one) for name, one in seconds.items()}
-            tokens = rows * SEQ_LEN
-            bench.say(
-                f"{strategy}: a step over one without the key, {tokens:,} tokens a micro-batch",
-                least["exact"] / least["plain"],
-                "×",
-                goal if tokens >= 2048 else "",
-                seconds=seconds,
-                shape=SHAPE,
-            )
+    processes, steps = bench.sizes.processes, bench.sizes.steps
+    for strategy, rows in product(bench.sizes.strategies, bench.sizes.rows):
+        seconds: dict[str, list[float]] = {"plain": [], "exact": []}
+        ends: dict[str, set[str]] = {"plain": set(), "exact": set()}
+        for turn, name in turns(seconds, bench.sizes.rounds):
+            place = bench.folder / f"{strategy}-{rows}-{name}-{turn}"
+            asked = {"strategy": strategy, "rows": rows, "exact": name == "exact"}
+            asked |= {"processes": processes, "folder": str(place), "steps": steps}
+            found = ranks(__file__, asked, processes)
+            together = zip(*(one["seconds"] for one in found), strict=True)
+            seconds[name] += [sum(step) for step in together]
+            ends[name].add(found[0]["sha256"])
+        if len(ends["exact"]) != 1:
+            bench.refuse(f"{strategy}: the turns ended in other bits: {ends['exact']}")
+        tokens = rows * SEQ_LEN
+        bench.say(
+            f"{strategy}: a step over one without the key, {tokens:,} tokens a micro-batch",
+            statistics.median(seconds["exact"]) / statistics.median(seconds["plain"]),
+            "×",
+            GOALS[strategy] if tokens >= 2048 else "",
+            seconds=seconds,
+            shape=SHAPE,
+        )
 
 
 def run_of(
     strategy: str, rows: int, exact: bool, processes: int, folder: str, steps: int
 ) -> dict[str, Any]:
     """Train on this rank; return the CPU seconds of the steps, and rank 0's hash of the end."""
-    import os
-
     import llmtrain
     from llmtrain.checkpoint.read import tensors_digest
 
@@ -83,13 +79,7 @@ def run_of(
         checkpoint={"background": False},
     )
     spent: list[float] = []
-
-    def update(original: Any, run: Any, batch: Any, factor: float) -> None:
-        began = time.process_time()
-        original(run, batch, factor)
-        spent.append(time.process_time() - began)
-
-    with around(update=update):
+    with around(update=timing(spent)):
         llmtrain.train(llmtrain.load_config(path))
     (end,) = Path(folder, "run", "checkpoints").glob(f"step-*{steps}")
     return {"seconds": spent[WARM:], "sha256": tensors_digest(end)}

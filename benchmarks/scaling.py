@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import shutil
-import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness import Bench, around, config_of, llama, main, prepared, stream_of
+from harness import Bench, around, config_of, llama, main, prepared, stream_of, timed, timing
 
 # Nothing heavy here: a data worker is spawned, and imports this file again.
 
@@ -36,12 +36,11 @@ def slope(found: Mapping[float, float]) -> tuple[float, float]:
 
     found: y by x, at least three points
     """
-    xs = [math.log(x) for x in found]
-    ys = [math.log(y) for y in found.values()]
-    steep, start = statistics.linear_regression(xs, ys)
-    square = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
-    rest = [y - start - steep * x for x, y in zip(xs, ys, strict=True)]
-    return steep, math.sqrt(sum(one**2 for one in rest) / (len(xs) - 2) / square)
+    import numpy as np
+
+    xs, ys = np.log(list(found)), np.log(list(found.values()))
+    (steep, _), covariance = np.polyfit(xs, ys, 1, cov=True)
+    return float(steep), math.sqrt(covariance[0, 0])
 
 
 def say(bench: Bench, name: str, found: Mapping[float, float], expected: float, unit: str) -> None:
@@ -89,19 +88,21 @@ def seek(bench: Bench) -> None:
     import numpy as np
 
     manifest, directory = prepared(sample_run(bench.folder))
-    cursors, found = np.zeros((manifest.lanes, 1, 4), np.int64), dict[float, float]()
+    cursors = np.zeros((manifest.lanes, 1, 4), np.int64)
+    seconds: dict[float, list[float]] = {float(place): [] for place in bench.sizes.places}
     with stream_of(manifest, directory, BLOCKS) as walked:
         for number in range(1, bench.sizes.places[-1] + 1):
             for lane, reached in next(walked).cursors.items():
                 cursors[lane] = reached
-            for _ in range(bench.sizes.rounds * (number in bench.sizes.places)):
+            for _ in range(bench.sizes.rounds * (number in seconds)):
                 place = {"next_block": number * BLOCKS, "cursors": cursors.copy()}
-                began = time.process_time()
-                with stream_of(manifest, directory, BLOCKS, **place) as stream:
+                with (
+                    timed(seconds[number]),
+                    stream_of(manifest, directory, BLOCKS, **place) as stream,
+                ):
                     for _ in range(manifest.lanes // BLOCKS):
                         next(stream)
-                seconds = time.process_time() - began
-                found[float(number)] = min(seconds, found.get(float(number), seconds))
+    found = {place: min(taken) for place, taken in seconds.items()}
     say(bench, "CPU time of a seek over the steps before it", found, 0, "s")
 
 
@@ -125,6 +126,11 @@ def late_over_early(values: list[float]) -> float:
     return min(values[-third:]) / min(values[:third])
 
 
+def say_late(bench: Bench, what: str, seconds: list[float], **more: Any) -> None:
+    name = f"CPU time of {what}, late in a run over early: off 1"
+    bench.say(name, abs(late_over_early(seconds) - 1), "", "≤ 0.1", **more)
+
+
 def along_a_run(bench: Bench) -> None:
     from llmtrain import load_config, train
 
@@ -134,46 +140,34 @@ def along_a_run(bench: Bench) -> None:
         for _ in range(places[0]):  # every lane is open
             next(stream)
         for _ in range(places[-1] // count * 3):
-            began = time.process_time()
-            for _ in range(count):
-                next(stream)
-            reading.append(time.process_time() - began)
-    name = "CPU time of the stream, late in a run over early"
-    off = abs(late_over_early(reading) - 1)
-    bench.say(f"{name}: off 1", off, "", "≤ 0.1", steps=len(reading) * count)
+            with timed(reading):
+                for _ in range(count):
+                    next(stream)
+    say_late(bench, "the stream", reading, steps=len(reading) * count)
     saves: list[float] = []
-
-    def save(original: Any, run: Any, step: int) -> None:
-        began = time.process_time()
-        original(run, step)
-        saves.append(time.process_time() - began)
-
-    with around(save=save):
+    with around(save=timing(saves)):
         steps = 2 * (bench.sizes.saves + 1)  # the first save, which warms up, is left out
         train(load_config(sample_run(bench.folder, saving={"every_steps": 2}, steps=steps)))
-    name = "CPU time of a save, late in a run over early"
-    off = abs(late_over_early(saves[1:]) - 1)
-    bench.say(f"{name}: off 1", off, "", "≤ 0.1", saves=len(saves) - 1)
+    say_late(bench, "a save", saves[1:], saves=len(saves) - 1)
 
 
 def checkpoint(bench: Bench) -> None:
     from checkpoint import saved, spec_of, values_of
 
     bytes_: dict[float, float] = {}
-    seconds: dict[float, float] = {}
+    seconds = defaultdict[float, list[float]](list)
     for _ in range(bench.sizes.rounds):
         for parameters in bench.sizes.parameters:
             spec, root = spec_of(parameters), bench.folder / "root"
             count = float(sum(math.prod(one.shape) for one in spec["model.safetensors"].values()))
             values = values_of(spec)
-            began = time.perf_counter()
-            path = saved(root, 1, spec, values)
-            took = time.perf_counter() - began
-            seconds[count] = min(took, seconds.get(count, took))
+            with timed(seconds[count], time.perf_counter):
+                path = saved(root, 1, spec, values)
             bytes_[count] = float(sum(file.stat().st_size for file in path.iterdir()))
             shutil.rmtree(root)
     say(bench, "bytes of a checkpoint over the parameters", bytes_, 1, "bytes")
-    say(bench, "time of a checkpoint over the parameters", seconds, 1, "s")
+    least = {count: min(taken) for count, taken in seconds.items()}
+    say(bench, "time of a checkpoint over the parameters", least, 1, "s")
 
 
 if __name__ == "__main__":

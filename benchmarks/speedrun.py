@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, Bench, apart, around, cpu_seconds, main
+from harness import HERE, Bench, apart, around, cpu_seconds, main, timing
 
 RECORDS = {path.stem: path for path in sorted((HERE / "speedruns").glob("*.yaml"))}
 LEVEL = 2.2835  # held-out bits per byte that convergence.py reached
@@ -60,34 +60,22 @@ def run(config: str, keys: dict[str, str]) -> dict[str, Any]:
     What evaluations took is left out.
     """
     import llmtrain
-    from llmtrain.rundir import contents, record
 
-    marks: list[float] = []
-    left_out = 0.0
+    marks, left_out = list[float](), list[float]()
 
-    def begin(original: Any, *given: Any) -> None:
-        marks.append(cpu_seconds() - left_out)
-        original(*given)
-
-    def evaluate(original: Any, *given: Any) -> Any:
-        nonlocal left_out
-        before = cpu_seconds()
-        found = original(*given)
-        left_out += cpu_seconds() - before
-        return found
-
-    def finish(original: Any, *given: Any) -> Any:
-        marks.append(cpu_seconds() - left_out)  # the last step with its checkpoint
+    def mark(original: Any, *given: Any) -> Any:
+        marks.append(cpu_seconds() - sum(left_out))
         return original(*given)
 
     loaded = llmtrain.load_config(config, [f"{key}={value}" for key, value in keys.items()])
-    with around(begin=begin, evaluate=evaluate, finish=finish):
+    # At its end, the last step has made its checkpoint.
+    with around(begin=mark, evaluate=timing(left_out, cpu_seconds), finish=mark):
         llmtrain.train(loaded)
-    lines = record.read(loaded.run_dir / contents.METRICS)
+    run = llmtrain.open_run(loaded.run_dir)
     return {
-        "bits_per_byte": [one["bits_per_byte"] for one in lines if one["kind"] == "eval"][-1],
+        "bits_per_byte": run.metrics("eval")[-1]["bits_per_byte"],
         "marks": marks,
-        "tokens": [one["tokens"] for one in lines if one["kind"] == "train"][-1],
+        "tokens": run.metrics("train")[-1]["tokens"],
         "whole_command_cpu_seconds": cpu_seconds(),
     }
 

@@ -14,17 +14,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness import Bench, apart, around, config_of, llama, main, unsaved
+from harness import Bench, apart, around, config_of, llama, main, turns, unsaved
 
 import llmtrain
 from llmtrain.system import cores, set_variables_of_torch
 
 WARM = 4  # steps that are not counted
+CONTENDERS = "llmtrain", "trainer"
 ALONE, BESIDE = "alone", "beside a busy neighbour"
 GOALS = {ALONE: "≤ 1.02", BESIDE: "≤ 1"}
 SHAPE = llama(192, 4, 3, 512, 2048, 256)
@@ -43,36 +44,31 @@ def neighbour(count: int) -> Iterator[None]:
 
 
 def threads(bench: Bench) -> None:
-    rounds, steps, count = bench.sizes.rounds, bench.sizes.steps, cores().count
+    steps, count = bench.sizes.steps, cores().count
     if steps < WARM + 2:
         bench.refuse(f"--steps {steps}: at least {WARM + 2}; {WARM} are not counted")
-    found: dict[tuple[str, str, bool, int], list[dict[str, Any]]] = {}
-    for turn in range(rounds):
-        for place in GOALS:
-            for contender in ("llmtrain", "trainer"):
-                kinds = [(True, count), (False, count), (True, 1)]
-                for brief, number in kinds if turn % 2 == 0 else kinds[::-1]:
-                    asked = {"contender": contender, "brief": brief, "steps": steps}
-                    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(number)}
-                    with TemporaryDirectory() as folder, neighbour(count * (place == BESIDE)):
-                        asked |= {"threads": number, "folder": folder}
-                        row = apart(__file__, asked, env=env)
-                    found.setdefault((contender, place, brief, number), []).append(row)
+    every = list(product(GOALS, CONTENDERS, [(True, count), (False, count), (True, 1)]))
+    found: dict[Any, list[dict[str, Any]]] = {one: [] for one in every}
+    for _, one in turns(every, bench.sizes.rounds):
+        place, contender, (brief, number) = one
+        asked = {"contender": contender, "brief": brief, "threads": number, "steps": steps}
+        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(number)}
+        with TemporaryDirectory() as folder, neighbour(count * (place == BESIDE)):
+            found[one].append(apart(__file__, asked | {"folder": folder}, env=env))
     best = {
         key: {name: min(row[name] for row in rows) for name in ("wall_ms", "cpu_ms")}
         for key, rows in found.items()
     }
-    for (contender, place, brief, number), row in best.items():
+    for (place, contender, (brief, number)), row in best.items():
         how = "brief" if brief else "spinning"
         name = f"{contender}, {number} thread{'s' * (number > 1)}, {how}, {place}"
         bench.say(name, row["wall_ms"], "ms a step", cpu_ms=row["cpu_ms"])
         bench.say(f"  {name}: CPU time", row["cpu_ms"], "ms a step")
-    for place, goal in GOALS.items():
-        for contender in ("llmtrain", "trainer"):
-            ours, default = (best[contender, place, one, count] for one in (True, False))
-            ratio = ours["wall_ms"] / default["wall_ms"]
-            bench.say(f"{contender}: brief over spinning, {place}", ratio, "×", goal)
-    beside, alone = (best["llmtrain", place, True, 1]["cpu_ms"] for place in (BESIDE, ALONE))
+    for place, contender in product(GOALS, CONTENDERS):
+        ours, default = (best[place, contender, (brief, count)] for brief in (True, False))
+        ratio = ours["wall_ms"] / default["wall_ms"]
+        bench.say(f"{contender}: brief over spinning, {place}", ratio, "×", GOALS[place])
+    beside, alone = (best[place, "llmtrain", (True, 1)]["cpu_ms"] for place in (BESIDE, ALONE))
     name = "llmtrain, one thread: CPU time beside a busy neighbour over that alone"
     bench.say(name, beside / alone, "×", "≤ 1.5")
 
