@@ -119,6 +119,15 @@ def test_losses_are_those_of_the_run_to_the_bit_from_the_start_and_from_a_checkp
     assert f"train_one.safetensors has the tokens of {STEPS} steps, and {STEPS} are made" in said
 
 
+def test_no_more_steps_are_written_than_the_run_has(server, tmp_path, brought):
+    program = tmp_path / "train_one.py"
+    words = ["call", "helpers.ejected", "write_first", STEPS + 1, program, CONFIGS["quickstart"]]
+    words += [*overrides("quickstart", brought), f"run.dir={tmp_path / 'run'}"]
+    assert server.run([*map(str, words)], 1, tmp_path) != [0]
+    assert f"a whole number from 1 to {STEPS}" in (tmp_path / "output.txt").read_text()
+    assert not program.exists()
+
+
 def load_whole(checkpoint):
     return AutoModelForCausalLM.from_pretrained(checkpoint)
 

@@ -186,6 +186,16 @@ def test_a_lost_or_flipped_reference_is_refused(server, straight, tmp_path, kind
     assert before.of(again.keys) == pytest.approx(again.values, abs=1e-4)
 
 
+def test_a_reference_made_again_within_an_epoch_has_all_pairs_of_the_next(server, tmp_path):
+    config = preferred.config_of(tmp_path, preferred.pairs(120))
+    trained(server, tmp_path, config)
+    (tmp_path / "run" / REFERENCE).unlink()
+    config["checkpoint"]["accept_changes"] = [reference.KEY]
+    config["training"]["steps"] = 4 * STEPS
+    trained(server, tmp_path, config)
+    assert reference.load(tmp_path / "run" / REFERENCE).walked["steps"] == "all"
+
+
 LOSSES = {
     "dpo": {"label_smoothing": 0.1},
     "dpo_norm": {},

@@ -15,10 +15,15 @@ from helpers.ranks import ROOT, Server
 
 def write(program: str, config: str, *overrides: str) -> None:
     """Eject a config."""
+    write_first("", program, config, *overrides)
+
+
+def write_first(steps: str, program: str, config: str, *overrides: str) -> None:
+    """Eject a config with the tokens of so many steps."""
     from llmtrain.config.load import load_config
     from llmtrain.tools.eject import eject
 
-    eject(load_config(config, overrides), Path(program))
+    eject(load_config(config, overrides), Path(program), int(steps) if steps else None)
 
 
 def start(program: str, output: str, *arguments: str) -> None:

@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from llmtrain.config.load import load_config
+from llmtrain.config.schema import OptimizerConfig
 from llmtrain.errors import UserError
 from llmtrain.tools import eject as ejecting
 from llmtrain.tools.eject import compose, eject, literal
+from llmtrain.training.optimizer import decay_steps, learning_rate_factor
 
 TEMPLATE = ejecting.TEMPLATE.read_text("utf-8")
 NAMES = sorted(
@@ -96,11 +98,26 @@ def test_every_choice_of_parts_is_a_program_without_an_unknown_or_unused_name(sc
         assert {*defined} - used == {"annotations"}
 
 
+def composed(schedule, values):
+    """The names of a program without a base."""
+    flags = dict.fromkeys(NAMES, False) | {"new": True, schedule: True}
+    program = {"__name__": "train_one", "__file__": "train_one.py"}
+    exec(compose(flags, values, "A program.\n"), program)  # noqa: S102  # our own text
+    return program
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rate_of_each_step_is_that_of_the_run(schedule):
+    asked = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=3)
+    values = {"STEPS": 20, "WARMUP": 3, "DECAY": decay_steps(asked, 20)}
+    program = composed(schedule, values | {"MIN_LR_RATIO": asked.min_lr_ratio})
+    found = [program["rate_factor"](step) for step in range(1, 21)]
+    assert found == [learning_rate_factor(asked, 20, step) for step in range(1, 21)]
+
+
 def test_a_program_goes_on_behind_the_updates_that_were_made(tmp_path):
     """A step that was skipped counts as a step, but made no update."""
-    flags = dict.fromkeys(NAMES, False) | {"new": True, "cosine": True}
-    program = {"__name__": "train_one", "__file__": str(tmp_path / "train_one.py")}
-    exec(compose(flags, {}, "A program.\n"), program)  # noqa: S102  # our own text
+    program = composed("cosine", {})
     model = nn.Linear(2, 2, bias=False)
     moments = {f"weight.{name}": torch.ones(2, 2) for name in ("exp_avg", "exp_avg_sq")}
     save_file({"weight": torch.zeros(2, 2), **moments}, tmp_path / "model.safetensors")

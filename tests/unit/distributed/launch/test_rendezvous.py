@@ -1,11 +1,13 @@
 """What a process says that waits for others; that ranks meet is in tests/distributed."""
 
+import os
 from datetime import timedelta
 
 import pytest
 from helpers.ranks import free_port
-from torch.distributed import DistError, HashStore
+from torch.distributed import DistError, HashStore, TCPStore
 
+from llmtrain.distributed.launch import rendezvous
 from llmtrain.distributed.launch.rendezvous import Meeting, meet
 
 
@@ -42,3 +44,23 @@ def test_a_rank_that_is_ahead_mixes_nothing_up_and_rank_0_waits_until_all_have_r
     with pytest.raises(DistError):
         first.broadcast(b"plan")
     assert second.broadcast(b"") == b"plan"
+
+
+def test_ranks_of_a_further_attempt_wait_for_the_port_of_that_attempt(monkeypatch):
+    launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(rendezvous, "_opened", [])
+
+    def port(rank, attempt):
+        monkeypatch.setattr(rendezvous, "_met", set())
+        env = {"RANK": rank, "TORCHELASTIC_RESTART_COUNT": attempt, "MASTER_PORT": launchers.port}
+        env |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
+        for name, value in env.items():
+            monkeypatch.setenv(name, str(value))
+        rendezvous.meet_again(timedelta(seconds=1))
+        return os.environ["MASTER_PORT"]
+
+    first = port(0, 1)
+    assert port(1, 1) == first != str(launchers.port)
+    with pytest.raises(DistError):
+        port(1, 2)
+    assert port(0, 2) == port(1, 2) != first
