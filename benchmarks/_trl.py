@@ -130,11 +130,5 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
         training={"precision": asked["precision"]},
         **({"adapter": harness.LORA} if asked["lora"] else {}),
     )
-    clock, found = Clock(), dict[str, Any]()
-
-    def ended(run: Any) -> None:
-        found.update(figures_of(clock, asked["first"]))
-        found["precision"] = run.processes.auto.run["precision"]
-
-    clock.train_llmtrain(path, ended)
-    return found
+    clock = Clock()
+    return clock.train_llmtrain(path, lambda: figures_of(clock, asked["first"]))

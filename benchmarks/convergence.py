@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import LLMTRAIN, Bench, config_of, llama, main
+from harness import LLMTRAIN, Bench, config_of, fresh_model, llama, main
 from loop import fresh_optimizer
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer
 
 import llmtrain
 
@@ -72,11 +72,9 @@ def convergence(bench: Bench) -> None:
 def bare(path: Path, run_dir: Path, steps: int) -> tuple[list[float], dict[int, float]]:
     """Train the reference: return losses by step, and held-out bits per byte by step."""
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "tokenizer")
-    torch.manual_seed(42)  # the run's seed; random weights, built by transformers alone
     names = [f"{name}_token_id" for name in ("bos", "eos", "pad")]
     special = {name: getattr(tokenizer, name) for name in names}
-    shape = LlamaConfig(vocab_size=len(tokenizer), **special, **SHAPE)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).train()
+    model = fresh_model(vocab_size=len(tokenizer), **special, **SHAPE)
     optimizer = fresh_optimizer(model, PEAK)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor(done + 1, steps))
     losses, held = [], {0: bits_per_byte(model, run_dir)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,10 @@ class Prepared:
 
 def speed(bench: Bench) -> None:
     sizes, made = bench.sizes, Prepared(bench)
-    found: dict[str, list[float]] = {}
+    found = defaultdict[str, list[float]](list)
     concat, slow = made.manifest(), made.manifest("tokenizers")
     fit = made.manifest(packing="bestfit")
     fast_alone, slow_alone = bare_tiktoken(made), bare_tokenizers(made)
-
-    def note(name: str, value: float) -> None:
-        found.setdefault(name, []).append(value)
 
     with (
         made.stream(concat) as ours,
@@ -91,8 +89,8 @@ def speed(bench: Bench) -> None:
                 ("slow path", "of tokenizers", reference, slow_alone, sizes.slow, 32),
             ):
                 path, bare = beside(stream, alone, blocks, chunk)
-                note(name, blocks * SEQ_LEN / path)
-                note(share, 100 * bare / path)
+                found[name].append(blocks * SEQ_LEN / path)
+                found[share].append(100 * bare / path)
             inside = own = worker = 0.0
             process = ahead._items.processes[0].pid
             for _ in range(sizes.some // 128):
@@ -100,12 +98,12 @@ def speed(bench: Bench) -> None:
                 before = at_rest(process)
                 own += take(ahead, 128)
                 worker += at_rest(process) - before
-            note("of inside", 100 * inside / (own + worker))
-            note("hand-over", 1e6 * (own + worker - inside) / sizes.some)
-            note("own", 1e3 * own / sizes.some)
+            found["of inside"].append(100 * inside / (own + worker))
+            found["hand-over"].append(1e6 * (own + worker - inside) / sizes.some)
+            found["own"].append(1e3 * own / sizes.some)
             tokens, seconds = with_datasets(made)
-            note("datasets", tokens / seconds)
-            note("of datasets", found["path"][-1] * seconds / tokens)
+            found["datasets"].append(tokens / seconds)
+            found["of datasets"].append(found["path"][-1] * seconds / tokens)
     for key, name, unit, goal in (
         ("path", "in process, tiktoken, concat", "tokens/s", ""),
         ("of tiktoken", "  of bare encode_ordinary + np.array on these texts", "%", "≥ 80"),

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness import Bench, Clock, config_of, contend, in_turns, llama, main, peak_mb
+from harness import Bench, Clock, config_of, contend, fresh_model, in_turns, llama, main, peak_mb
 
 FASTER = 1.3  # from here on bf16 is worth its rounding; llmtrain's `auto` has the same limit
 NAMES = {
@@ -122,20 +122,11 @@ def contender(**asked: Any) -> dict[str, Any]:
     return train(asked)
 
 
-def figures_of(clock: Clock, warm: int, precision: str) -> dict[str, Any]:
+def figures_of(clock: Clock, warm: int) -> dict[str, Any]:
     """The figures; the first `warm` steps are not in the rate."""
     steps = len(clock.ends)
     found = {RATE: clock.rate(warm, steps), FIRST: clock.ends[0], PEAK: peak_mb()}
-    found |= {"tokens": sum(clock.tokens[warm:steps]), "steps": steps - warm}
-    return found | {"precision": precision}
-
-
-def fresh_model() -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(42)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.float32)
+    return found | {"tokens": sum(clock.tokens[warm:steps]), "steps": steps - warm}
 
 
 def open_tokenizer(path: str) -> Any:
@@ -162,10 +153,11 @@ def with_trainer(asked: dict[str, Any]) -> dict[str, Any]:
     tokenizer, data = open_tokenizer(asked["tokenizer"]), articles(Path(asked["data"]))
     rows, collate = rows_of(kind, tokenizer, data, steps, lengths)
     arguments = TrainingArguments(asked["folder"], max_steps=steps, **more)
-    clock.train(Trainer(fresh_model(), arguments, train_dataset=rows, data_collator=collate))
+    model = fresh_model(**SHAPE)
+    clock.train(Trainer(model, arguments, train_dataset=rows, data_collator=collate))
     if lengths:  # few steps are made: their rows count as the average of a thousand articles
         clock.tokens = [round(ROWS * sum(lengths) / len(lengths))] * steps
-    return figures_of(clock, warm, asked["precision"])
+    return figures_of(clock, warm) | {"precision": asked["precision"]}
 
 
 def articles(data: Path) -> Any:
@@ -235,9 +227,9 @@ def with_trl(asked: dict[str, Any]) -> dict[str, Any]:
     rows = datasets.Dataset.from_list([{"text": one["text"]} for one in some])
     arguments = sft_config(asked, SEQ_LEN, ROWS, packing=True, max_steps=steps)
     tokenizer = open_tokenizer(asked["tokenizer"])
-    model = fresh_model()
+    model = fresh_model(**SHAPE)
     clock.train(SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer))
-    return figures_of(clock, WARM, asked["precision"])
+    return figures_of(clock, WARM) | {"precision": asked["precision"]}
 
 
 def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
@@ -251,13 +243,8 @@ def with_llmtrain(asked: dict[str, Any]) -> dict[str, Any]:
         data={"sources": [{"path": asked["data"]}]},
         training={"precision": asked["precision"]},
     )
-    clock, found = Clock(), dict[str, Any]()
-
-    def ended(run: Any) -> None:
-        found.update(figures_of(clock, WARM, run.processes.auto.run["precision"]))
-
-    clock.train_llmtrain(path, ended)
-    return found
+    clock = Clock()
+    return clock.train_llmtrain(path, lambda: figures_of(clock, WARM))
 
 
 if __name__ == "__main__":

@@ -275,7 +275,13 @@ def memory_of(command: list[str]) -> dict[str, float]:
 
     command: models = the base class of transformers' models is imported as well
     """
-    if command not in ([], ["models"]):
+    if command in ([], ["models"]):
+        import torch  # noqa: F401
+        import transformers
+
+        if command:  # it is imported when it is asked for
+            assert transformers.PreTrainedModel
+    else:
         from llmtrain.cli.main import main
 
         try:
@@ -283,12 +289,6 @@ def memory_of(command: list[str]) -> dict[str, float]:
         except SystemExit as ended:
             if ended.code:
                 raise
-        return {"peak_mb": harness.peak_mb()}
-    import torch  # noqa: F401
-    import transformers
-
-    if command:  # it is imported when it is asked for
-        assert transformers.PreTrainedModel
     return {"peak_mb": harness.peak_mb()}
 
 

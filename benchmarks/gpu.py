@@ -18,10 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from harness import Bench, around, config_of, llama, main, measure, one_core, peak_mb
+from harness import Bench, around, config_of, fresh_model, llama, main, measure, one_core, peak_mb
 
 STEPS, WARM, SAVES_AT = 30, 10, (4, 8)
-RATE, BETAS, SEED = 1e-4, (0.9, 0.95), 42
+RATE, BETAS = 1e-4, (0.9, 0.95)
 
 
 class Shape(NamedTuple):
@@ -232,17 +232,6 @@ def config_for(asked: dict[str, Any]) -> Any:
     return llmtrain.load_config(path)
 
 
-def fresh_model(asked: dict[str, Any]) -> Any:
-    """The model that llmtrain begins with, built by transformers alone."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    keys = dict(SHAPES[asked["shape"]].config)
-    torch.manual_seed(SEED)
-    config = AutoConfig.for_model(keys.pop("model_type"), **keys)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-
 def bare(asked: dict[str, Any]) -> dict[str, Any]:
     """A loop as one writes it by hand, with llmtrain's attention and loss."""
     import torch
@@ -252,9 +241,9 @@ def bare(asked: dict[str, Any]) -> dict[str, Any]:
     from llmtrain.model.compile import compile_blocks
     from llmtrain.model.loss import Head, LossModule, examine
 
-    cuda, seq_len = asked["device"] == "cuda", SHAPES[asked["shape"]].seq_len
-    batches, model = blocks(config_for(asked), asked["steps"]), fresh_model(asked)
-    attention.install(model, seq_len)
+    shape, cuda = SHAPES[asked["shape"]], asked["device"] == "cuda"
+    batches, model = blocks(config_for(asked), asked["steps"]), fresh_model(**shape.config)
+    attention.install(model, shape.seq_len)
     head = examine(model)
     module = LossModule(model, head if isinstance(head, Head) else None)
     if "compile" in asked:
@@ -265,7 +254,7 @@ def bare(asked: dict[str, Any]) -> dict[str, Any]:
 
     def loss_of(module: Any, ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
-            return module(ids[:, :-1], ids[:, 1:].contiguous()) / (asked["rows"] * seq_len)
+            return module(ids[:, :-1], ids[:, 1:].contiguous()) / (asked["rows"] * shape.seq_len)
 
     clock = Clock(asked)
     batches = [ids.pin_memory() for ids in batches] if cuda else batches
@@ -288,7 +277,8 @@ def trainer(asked: dict[str, Any]) -> dict[str, Any]:
     settings |= {"bf16": not cpu, "use_cpu": cpu, "torch_compile": "torch_compile" in asked}
     settings |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": BETAS[1]}
     settings |= {"remove_unused_columns": False}
-    return clock.found(train(clock.turn, fresh_model(asked), rows, asked["folder"], **settings))
+    model = fresh_model(**SHAPES[asked["shape"]].config)
+    return clock.found(train(clock.turn, model, rows, asked["folder"], **settings))
 
 
 def ours(asked: dict[str, Any]) -> dict[str, Any]:

@@ -187,16 +187,12 @@ def is_met(figure: float | None, goal: str) -> bool | None:
     return figure >= float(limit) if sign == "≥" else figure <= float(limit)
 
 
-def spell(figure: float | None) -> str:
-    """Return three digits of a figure."""
-    if figure is None:
-        return "not measured"
-    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
-
-
 def line(row: dict[str, Any]) -> str:
-    """Return the line of a row on the terminal."""
-    figure = f"{spell(row['figure'])} {row['unit'] if row['figure'] is not None else ''}"
+    """Return the line of a row on the terminal, with three digits of its figure."""
+    figure = "not measured "
+    if row["figure"] is not None:
+        digits = ",.0f" if abs(row["figure"]) >= 100 else ".3g"
+        figure = f"{row['figure']:{digits}} {row['unit']}"
     verdict = {True: "met", False: "MISSED", None: ""}[row["met"]]
     note = f"  ({row['note']})" if row.get("note") else ""
     text = f"{row['name']:<70} {figure:>22} {row['goal']:<10} {verdict:<6} load {row['load']}"
@@ -492,6 +488,19 @@ def base_of(directory: Path, shape: Mapping[str, Any], tokenizer: Path | None = 
     return directory
 
 
+def fresh_model(**fields: Any) -> Any:
+    """Return the model that llmtrain begins with, a Llama or that of `model_type`, in fp32.
+
+    Transformers alone builds it. fields: of its config
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{"model_type": "llama", **fields})
+    torch.manual_seed(42)  # the default of run.seed
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
 def peft_lora() -> Any:
     """Return the adapter LORA for peft."""
     from peft import LoraConfig
@@ -588,8 +597,12 @@ class Clock:
         trainer.add_callback(callback(on_step_end=self.end))
         return float(trainer.train().training_loss)
 
-    def train_llmtrain(self, path: Path, ended: Callable[[Any], object]) -> None:
-        """Note the steps of a run that makes no checkpoint. ended: called with it at the end."""
+    def train_llmtrain(self, path: Path, figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Note the steps of a run that makes no checkpoint.
+
+        Returns what `figures` returns at its end, and the run's precision.
+        """
+        found: dict[str, Any] = {}
         import llmtrain
 
         def update(original: Any, run: Any, batch: Any, factor: float) -> None:
@@ -598,11 +611,12 @@ class Clock:
             self.end()
 
         def finish(original: Any, run: Any) -> Any:
-            ended(run)
+            found.update(figures(), precision=run.processes.auto.run["precision"])
             return original(run)
 
         with around(update=update, finish=finish, save=unsaved):
             llmtrain.train(llmtrain.load_config(path))
+        return found
 
     def rate(self, first: int, last: int) -> float:
         """Return the trained tokens a CPU second of steps `first` + 1 to `last`; 0: the start."""

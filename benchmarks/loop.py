@@ -15,20 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from harness import (
-    ROOT,
-    Bench,
-    Contender,
-    Turn,
-    around,
-    callback,
-    config_of,
-    llama,
-    main,
-    step_by_step as in_turn,
-)
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from harness import ROOT, Bench, Contender, Turn, around, callback, config_of, llama, main
+from transformers import Trainer, TrainingArguments
 
 import llmtrain
 from llmtrain.model import attention
@@ -61,7 +51,7 @@ def steps(bench: Bench) -> None:
         "trainer": lambda turn, _: trainer(turn, fresh_model(), rows, bench.folder, **settings),
         "llmtrain": lambda turn, all_through: ours(turn, config, all_through),
     }
-    seconds, losses = in_turn(work, count)
+    seconds, losses = harness.step_by_step(work, count)
     ms = {name: [1000 * one for one in found[1 + warm :]] for name, found in seconds.items()}
     over = {}
     for name, own in ms.items():
@@ -102,9 +92,8 @@ def blocks(config: Any, count: int) -> list[torch.Tensor]:
 
 def fresh_model() -> Any:
     """The weights that llmtrain begins with, built by transformers alone."""
-    torch.manual_seed(42)
-    config = LlamaConfig(vocab_size=2048, bos_token_id=0, eos_token_id=0, pad_token_id=0, **SHAPE)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    return harness.fresh_model(vocab_size=2048, **special, **SHAPE)
 
 
 def fresh_optimizer(model: Any, rate: float = RATE) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness import Bench, apart, around, config_of, llama, main, turns, unsaved
+from harness import Bench, apart, around, config_of, fresh_model, llama, main, turns, unsaved
 
 import llmtrain
 from llmtrain.system import cores, set_variables_of_torch
@@ -88,13 +88,12 @@ def run(contender: str, *, brief: bool, threads: int, steps: int, folder: str) -
     if contender == "trainer":
         import torch
         from loop import trainer
-        from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.set_num_threads(threads)
         ids = torch.randint(SHAPE["vocab_size"], (steps * ROWS, SEQ_LEN))
         rows = [{"input_ids": row, "labels": row} for row in ids]
         settings = {"max_steps": steps, "per_device_train_batch_size": ROWS, "use_cpu": True}
-        trainer(end, LlamaForCausalLM(LlamaConfig(**SHAPE)), rows, Path(folder), **settings)
+        trainer(end, fresh_model(**SHAPE), rows, Path(folder), **settings)
     else:
         more = {"training": {"threads": threads}}
         path = config_of(Path(folder), SHAPE, steps=steps, rows=ROWS, seq_len=SEQ_LEN, **more)
