@@ -16,7 +16,6 @@ from llmtrain.rundir import contents, lock, status
 from llmtrain.rundir.goodput import StepSums
 from llmtrain.rundir.record import Tail, as_number, is_of_all, require_record
 from llmtrain.rundir.words import in_words
-from llmtrain.system import is_alive, start_time
 from llmtrain.types import JsonMapping, JsonObject, cut_of
 
 _POINTS = 2000
@@ -162,15 +161,10 @@ class Watcher:
         now = time.time()  # noqa: TID251  # compared with a time stamp of another process
         quiet = now - self._last if self._last is not None else 0.0
         silence = f"no line for {quiet:,.0f} s" if quiet >= _SILENT else ""
-        if holder is not None and holder.host == socket.gethostname() and not _lives(holder):
+        if holder and holder.host == socket.gethostname() and not lock.lives_here(holder):
             gone = f"process {holder.pid} on host {holder.host} is gone"
             return "killed", f"{silence}; {gone}" if silence else gone
         return ("silent" if silence else "running"), silence
-
-
-def _lives(holder: lock.Holder) -> bool:
-    """Whether the process exists, and is not another one that has its number now."""
-    return is_alive(holder.pid) and holder.started in (None, start_time(holder.pid))
 
 
 def _whole(value: object) -> int:

@@ -9,6 +9,7 @@ from helpers import runs
 from llmtrain.errors import UserError
 from llmtrain.report.collect import collect, column
 from llmtrain.report.verdict import waiting_share
+from llmtrain.rundir.lock import boot_id
 from llmtrain.system import start_time
 from llmtrain.tools.watch import Watcher
 
@@ -19,9 +20,9 @@ def now(*lines):
     return [line | {"time": line["time"] + shift} for line in lines]
 
 
-def held_by(folder, pid, host=None):
+def held_by(folder, pid, host=None, boot=None):
     holder = {
-        "host": host or socket.gethostname(), "boot_id": None, "pid": pid,
+        "host": host or socket.gethostname(), "boot_id": boot or boot_id(), "pid": pid,
         "started": start_time(pid), "run_id": "a", "beat": 1, "since": "",
     }  # fmt: skip
     (folder / "lock").write_text(json.dumps(holder))
@@ -55,6 +56,8 @@ def test_a_process_that_is_gone_and_a_run_without_lines_are_said(tmp_path):
     view = Watcher(run).look()
     assert view.state == "silent"
     assert view.silence.startswith("no line for ")
+    held_by(run, os.getpid(), boot="before")  # the number is in use again since
+    assert Watcher(run).look().state == "killed"
     held_by(run, 2**22 + 1)
     view = Watcher(run).look()
     assert view.state == "killed"

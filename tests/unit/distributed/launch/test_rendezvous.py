@@ -50,17 +50,17 @@ def test_ranks_of_a_further_attempt_wait_for_the_port_of_that_attempt(monkeypatc
     launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(rendezvous, "_opened", [])
 
-    def port(rank, attempt):
+    def port(rank, attempt, seconds=60):
         monkeypatch.setattr(rendezvous, "_met", set())
         env = {"RANK": rank, "TORCHELASTIC_RESTART_COUNT": attempt, "MASTER_PORT": launchers.port}
         env |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
         for name, value in env.items():
             monkeypatch.setenv(name, str(value))
-        rendezvous.meet_again(timedelta(seconds=1))
+        rendezvous.meet_again(timedelta(seconds=seconds))
         return os.environ["MASTER_PORT"]
 
     first = port(0, 1)
     assert port(1, 1) == first != str(launchers.port)
     with pytest.raises(DistError):
-        port(1, 2)
+        port(1, 2, seconds=0.5)
     assert port(0, 2) == port(1, 2) != first
