@@ -159,15 +159,11 @@ def _change_texts(value: object, change: Callable[[str], str]) -> Any:
 
 
 def _strings(value: object) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case dict():
-            for one in value.values():
-                yield from _strings(one)
-        case list() | tuple():
-            for one in value:
-                yield from _strings(one)
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings(one)
 
 
 Kind = Literal["first", "behind", "glued", "literal"]

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from operator import eq
-from types import MappingProxyType
 from typing import NamedTuple
 
 from llmtrain.data.chat.rows import (
     READING,
+    SAME,
     WRITTEN,
     BadRowError,
     Example,
@@ -43,7 +43,6 @@ from llmtrain.types import JsonMapping, JsonObject
 
 ANSWERS = ("chosen", "rejected", "preferred_output", "non_preferred_output")
 _OURS = ANSWERS[:2]
-_SAME: Mapping[str, str] = MappingProxyType({})
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _BEGINS = ("\n\nHuman:", "\n\nAssistant:")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -57,7 +56,7 @@ class Judged(NamedTuple):
 
 
 def examples(
-    text: str, form: str, columns: Mapping[str, str] = _SAME, reading: int = READING
+    text: str, form: str, columns: Mapping[str, str] = SAME, reading: int = READING
 ) -> Sequence[Example]:
     """Return what is said in a row of any form: one conversation, of a pair two.
 
@@ -72,7 +71,7 @@ def examples(
     return [to_example(text, form, columns, reading)]
 
 
-def to_pair(text: str, form: str, columns: Mapping[str, str] = _SAME) -> tuple[Example, Example]:
+def to_pair(text: str, form: str, columns: Mapping[str, str] = SAME) -> tuple[Example, Example]:
     """Return the chosen answer and the rejected one, each with its prompt.
 
     text, form, columns: as for `rows.to_example`
@@ -100,7 +99,7 @@ def to_pair(text: str, form: str, columns: Mapping[str, str] = _SAME) -> tuple[E
     return chosen, rejected
 
 
-def to_judged(text: str, form: str, columns: Mapping[str, str] = _SAME) -> Judged:
+def to_judged(text: str, form: str, columns: Mapping[str, str] = SAME) -> Judged:
     """Return the judged answer of a row of feedback, with the conversation before it.
 
     text, form, columns: as for `rows.to_example`

@@ -63,18 +63,13 @@ NEEDED = {
     FEEDBACK: ("label",),
 }
 _ANY_FORM = ("tools", "functions", "system", "system_prompt", "train", "weight")
-_OPTIONAL = {
-    "messages": _ANY_FORM,
-    "conversations": _ANY_FORM,
-    "prompt_completion": _ANY_FORM,
-    "alpaca": ("input", "history", *_ANY_FORM),
-    "pairs_openai": _ANY_FORM,
-    "pairs_sharegpt": _ANY_FORM,
-    "pairs_alpaca": ("input", "history", *_ANY_FORM),
-    "pairs": ("prompt", *_ANY_FORM),
-    FEEDBACK: (*chain(*(NEEDED[form] for form in FORMS)), "input", "history", *_ANY_FORM),
+_OPTIONAL = {  # besides those
+    "alpaca": ("input", "history"),
+    "pairs_alpaca": ("input", "history"),
+    "pairs": ("prompt",),
+    FEEDBACK: (*chain(*(NEEDED[form] for form in FORMS)), "input", "history"),
 }
-_NAMES = frozenset(chain(*NEEDED.values(), *_OPTIONAL.values()))
+_NAMES = frozenset(chain(*NEEDED.values(), *_OPTIONAL.values(), _ANY_FORM))
 _SINCE_2 = ("history", "functions", "system_prompt", "weight")
 # Names under which other programs judge the answers of a row: these are no examples to follow.
 KTO_TAG = "kto_tag"  # LLaMA-Factory's name of `label`
@@ -106,7 +101,7 @@ _SHAREGPT = {
 WRITTEN = {"true": True, "false": False, "True": True, "False": False, "0": 0, "1": 1}
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no tokenizer accepts
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_SAME: Mapping[str, str] = MappingProxyType({})  # every column has our name
+SAME: Mapping[str, str] = MappingProxyType({})  # every column has our name
 
 
 class BadRowError(Exception):
@@ -188,7 +183,7 @@ def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) ->
 def form_of(
     columns: Iterable[str],
     key: str,
-    named: Mapping[str, str] = _SAME,
+    named: Mapping[str, str] = SAME,
     answers: Answers | None = None,
 ) -> str | None:
     """Return the form of a source with these columns (our names), or None if it has no form.
@@ -270,7 +265,7 @@ def is_named(form: str, named: Collection[str]) -> bool:
 
 def columns_of_form(form: str, reading: int = READING) -> tuple[str, ...]:
     """Return all columns that a form may have, in our names. reading: as for `to_example`"""
-    every = (*NEEDED[form], *_OPTIONAL[form])
+    every = (*NEEDED[form], *_OPTIONAL.get(form, ()), *_ANY_FORM)
     return tuple(name for name in every if reading > 1 or name not in _SINCE_2)
 
 
@@ -290,7 +285,7 @@ def as_text(row: JsonMapping) -> str:
 
 
 def to_example(
-    text: str, form: str, columns: Mapping[str, str] = _SAME, reading: int = READING
+    text: str, form: str, columns: Mapping[str, str] = SAME, reading: int = READING
 ) -> Example:
     """Return the content of a row.
 
@@ -311,7 +306,7 @@ def to_example(
     return parse(row, form, reading)
 
 
-def read_row(text: str, columns: Mapping[str, str] = _SAME) -> JsonObject:
+def read_row(text: str, columns: Mapping[str, str] = SAME) -> JsonObject:
     """Return a row under our names; a column that has another of our names has that one alone.
 
     text, columns: as for `to_example`

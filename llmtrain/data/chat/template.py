@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.data.chat.rendering import FAILURES, Conversation, Text, loop_context, rewrite
 from llmtrain.data.chat.rows import REASONING, BadRowError, Example, Message
+from llmtrain.data.tokens.tokenizer import token_text
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import first_line
 from llmtrain.types import JsonMapping, JsonObject
@@ -140,7 +141,7 @@ def open_template(directory: Path, kwargs: JsonMapping, date: str) -> Template:
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
         expected = f"a Jinja template that can be compiled ({first_line(error)})"
         raise UserError(Problem("chat.template", None, expected)) from error
-    tokens = {name: _content(settings.get(name, others.get(name))) for name in _SPECIAL}
+    tokens = {name: token_text(settings.get(name, others.get(name))) for name in _SPECIAL}
     special = {name: token for name, token in tokens.items() if token is not None}
     return Template(sources, {**special, **kwargs}, date)
 
@@ -181,11 +182,6 @@ def _text(path: Path) -> str:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(Problem("chat.template", path, f"text in UTF-8 ({error})")) from error
-
-
-def _content(token: object) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -385,9 +381,13 @@ _TOOLS = [
         },
     }
 ]
-_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Đà Nẵng"}}}
 
 
+def _call(town: str) -> JsonObject:
+    return {"type": "function", "function": {"name": "weather", "arguments": {"town": town}}}
+
+
+_CALL = _call("Đà Nẵng")
 TOWN = "Ulm"  # the end of what is said in the call of `CALLED`
 _ID = "abcdefghi"  # Mistral's templates take nine letters and nothing else
 CALLED = Example(
@@ -396,13 +396,7 @@ CALLED = Example(
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [
-                {
-                    "id": _ID,
-                    "type": "function",
-                    "function": {"name": "weather", "arguments": {"town": TOWN}},
-                }
-            ],
+            "tool_calls": [{"id": _ID, **_call(TOWN)}],
         },
         {"role": "tool", "tool_call_id": _ID, "name": "weather", "content": '{"celsius": 21}'},
     ],

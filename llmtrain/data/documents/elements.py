@@ -182,12 +182,11 @@ def ranges(rows: Iterable[tuple[int, int]], least: int) -> Iterator[tuple[int, i
 
     rows: where each begins and ends
     """
-    begin = end = None
-    for start, stop in rows:
+    begin, end = None, 0
+    for start, end in rows:
         begin = start if begin is None else begin
-        end = stop
         if end - begin >= least:
             yield begin, end
-            begin = end = None
-    if begin is not None and end is not None:
+            begin = None
+    if begin is not None:
         yield begin, end

@@ -268,9 +268,7 @@ def units_of(manifest: DataManifest, k: int, epoch: int, lane: int) -> np.ndarra
     return order[(lane + mix(seed, 6, k, epoch)) % lanes :: lanes]
 
 
-@lru_cache(maxsize=8)
-def _order(n: int, key: int) -> np.ndarray:
-    return permutation(n, key)
+_order = lru_cache(maxsize=8)(permutation)
 
 
 def unit_at(manifest: DataManifest, k: int, epoch: int, lane: int, position: int) -> int:

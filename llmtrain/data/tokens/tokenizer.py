@@ -36,7 +36,6 @@ import xxhash
 
 from llmtrain.data.tokens import convert
 from llmtrain.errors import Problem, UserError
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     import tokenizers
@@ -174,9 +173,8 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
     ids = convert.vocabulary(description) | {
         token["content"]: token["id"] for token in convert.added_tokens(description)
     }
-    eos, bos, pad = (
-        _token(ids, settings, name) for name in ("eos_token", "bos_token", "pad_token")
-    )
+    texts = (token_text(settings.get(name)) for name in ("eos_token", "bos_token", "pad_token"))
+    eos, bos, pad = (None if text is None else ids.get(text) for text in texts)
     if eos is None:
         expected = "a tokenizer with an end-of-text token (eos_token in tokenizer_config.json)"
         raise UserError(Problem("model.tokenizer", str(directory), expected))
@@ -309,10 +307,10 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _token(ids: dict[str, int], settings: JsonObject, name: str) -> int | None:
-    token = settings.get(name)
+def token_text(token: object) -> str | None:
+    """Return the text of a token, which a setting has as a string or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
-    return ids.get(content) if isinstance(content, str) else None
+    return content if isinstance(content, str) else None
 
 
 def _added_token(described: convert.Description) -> tokenizers.AddedToken:
