@@ -25,7 +25,7 @@ from pathlib import Path
 from llmtrain import system
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.format import CheckpointManifest, DamagedError, OtherFormatError
-from llmtrain.checkpoint.retention import loss_in
+from llmtrain.checkpoint.retention import by_loss, loss_in
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few
 from llmtrain.types import JsonObject
@@ -63,9 +63,7 @@ def newest(root: Path, run_id: str | None, renamed: list[Event]) -> Candidate | 
 
     Raises UserError for a checkpoint of another format, and if all checkpoints are damaged.
     """
-    for name in form.complete_names(root):
-        if is_foreign(root / name, run_id):
-            continue
+    for name in _of_run(root, run_id):
         try:
             return Candidate(name, *_outside(root / name))
         except DamagedError as error:
@@ -88,26 +86,19 @@ def best(root: Path, run_id: str | None) -> str | None:
     """Return the name of a run's best checkpoint: of lowest held-out loss, else the newest.
 
     None if it has no checkpoint that is whole, by sizes and headers. Damaged ones are passed over.
-    Of several with one loss the oldest has the weights that were evaluated. run_id: as in `newest`.
+    run_id: as in `newest`.
 
     Raises UserError for a checkpoint of another format.
     """
-    losses: dict[str, float] = {}
-    whole = []
-    for name in form.complete_names(root):
-        if is_foreign(root / name, run_id):
-            continue
+    losses: dict[int, float | None] = {}
+    for name in _of_run(root, run_id):
         try:
-            _, state = _outside(root / name)
+            manifest, state = _outside(root / name)
+            losses[manifest.step] = loss_in(state)
         except DamagedError as error:
             _log.warning("passed over %s: %s", root / name, error)
-            continue
-        whole.append(name)
-        if (loss := loss_in(state)) is not None:
-            losses[name] = loss
-    if losses:
-        return min(reversed(losses), key=lambda name: losses[name])
-    return whole[0] if whole else None
+    step = next(iter([*by_loss(losses), *losses]), None)
+    return None if step is None else form.directory_name(step)
 
 
 def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) -> Candidate:
@@ -116,7 +107,7 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
     Raises UserError if it does not exist, is damaged, is of another run or format, or if this run
     has newer ones and `supersede` is false.
     """
-    of_run = [one for one in form.complete_names(root) if not is_foreign(root / one, run_id)]
+    of_run = list(_of_run(root, run_id))
     if not (root / name).is_dir():
         what = f"there are {first_few(of_run, _SHOWN)}" if of_run else "which has no checkpoint"
         raise _refusal(name, f"a checkpoint of this run; {name} is not in {root}, {what}", _AUTO)
@@ -134,6 +125,11 @@ def find_named(root: Path, name: str, run_id: str | None, *, supersede: bool) ->
         remedy = f"checkpoint.supersede=true renames those and deletes nothing, or {_AUTO}"
         raise _refusal(name, expected, remedy)
     return Candidate(name, manifest, state, newer)
+
+
+def _of_run(root: Path, run_id: str | None) -> Iterator[str]:
+    """Yield the names of a run's complete checkpoints, newest first. run_id: as in `newest`"""
+    return (name for name in form.complete_names(root) if not is_foreign(root / name, run_id))
 
 
 def rename(root: Path, name: str, suffix: str, reason: str) -> Event:

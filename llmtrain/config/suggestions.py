@@ -194,11 +194,10 @@ def _near(general: str, last: str) -> Guess | None:
     section = general.rpartition(".")[0]
     names = _candidates(general)
     beside = [name for name in names if name.startswith(f"{section}.")]
-    ours = {name.rpartition(".")[2]: name for name in [*reversed(names), *beside]}
-    for match in difflib.get_close_matches(last, foreign(), n=1, cutoff=_NEARLY_THE_SAME):
-        return foreign()[match]
-    for match in difflib.get_close_matches(last, ours, n=1, cutoff=_NEAR):
-        return Guess(ours[match])
-    for match in difflib.get_close_matches(general, names, n=1, cutoff=0.8):
-        return Guess(match)
+    ours = {name.rpartition(".")[2]: Guess(name) for name in [*reversed(names), *beside]}
+    whole = {name: Guess(name) for name in names}
+    places = ((last, foreign(), _NEARLY_THE_SAME), (last, ours, _NEAR), (general, whole, 0.8))
+    for written, known, cutoff in places:
+        for match in difflib.get_close_matches(written, known, n=1, cutoff=cutoff):
+            return known[match]
     return None

@@ -47,13 +47,16 @@ def batch_of(
     # How many positions are not padding.
     lengths = (sum(span.stop - span.start for span in block.spans) for block in blocks)
     real = labels.size if whole else sum(min(manifest.seq_len, length) for length in lengths)
+    starts = None
+    if manifest.hides_documents:  # a block's last id is not part of its input
+        starts = tuple(block.starts[block.starts < manifest.seq_len] for block in blocks)
     answers = manifest.answers if manifest.chat else None
     judged = [block.pairs for block in blocks] if answers == "feedback" else None
     return Batch(
         ids=ids,
         labels=labels,
         trained_tokens=sum(trained),
-        starts=_starts(blocks, manifest.seq_len) if manifest.hides_documents else None,
+        starts=starts,
         cursors={g % manifest.lanes: block.cursors for g, block in numbered},
         digest=_digest([g for g, _ in numbered], ids, labels, trained, judged),
         first_block=first_block,
@@ -119,13 +122,6 @@ def _leave_out(
             labels[row, ~block.trained] = NOT_TRAINED
     trained: list[int] = np.count_nonzero(labels != NOT_TRAINED, axis=1).tolist()
     return trained
-
-
-def _starts(blocks: Sequence[Block], seq_len: int) -> tuple[np.ndarray, ...]:
-    """Return where documents begin in ids[:-1]: a block's last id is not part of its input."""
-    return tuple(
-        block.starts[:-1] if block.starts[-1] == seq_len else block.starts for block in blocks
-    )
 
 
 def _digest(

@@ -24,7 +24,7 @@ from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.rows import is_text
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
-from llmtrain.data.sources.local import TABLES, bounded, file_format, is_index
+from llmtrain.data.sources.local import FORMATS, TABLES, bounded, file_format, is_index
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
@@ -38,11 +38,7 @@ RANGE_BYTES = 4 * lines.MIB
 MIN_RANGE_BYTES = {False: 16 * 1024, True: lines.MIB}  # by `Source.remote`: each request takes time
 SMALL_SOURCE_BYTES = 1 << 30
 RANGES = 256
-PLAIN = (
-    ("jsonl", None),
-    ("csv", None),
-    ("text", None),
-)  # formats that are cut into ranges of lines
+PLAIN = {(kind, None) for kind in {*FORMATS.values()} - {*TABLES}}  # cut into ranges of lines
 THREADS = 16
 DOCUMENTS_PER_UNIT = 4096  # of a token cache
 CHECKED_FILES = 16  # files of lines whose beginning is checked

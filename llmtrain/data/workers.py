@@ -39,7 +39,7 @@ from typing import Final, TypeAlias
 
 from llmtrain import faults, system
 from llmtrain.data.lanes import Block
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, RunError, UserError
 
 # A launcher passes SIGHUP on as well, to its rank and all processes that the rank has started.
 IGNORED_SIGNALS: Final = (
@@ -136,18 +136,15 @@ def carry(blocks: Iterator[Block], worker: int, size: int) -> Iterator[list[Bloc
                 yield item
                 item = []
     except UserError as error:
-        item.append(UserError(*map(_in_words, error.problems)))
+        # With their values as strings: one that is not pickled would lose the error.
+        shown = ((one, None if one.value is None else str(one.value)) for one in error.problems)
+        item.append(UserError(*(replace(one, value=value) for one, value in shown)))
     except RunError as error:
         item.append(error)
     except Exception:  # any other failure is sent to the rank, too
         message = f"data worker {worker} failed: {traceback.format_exc()}"
         item.append(RunError(message, 1, "this is a defect: the traceback shows where"))
     yield item
-
-
-def _in_words(problem: Problem) -> Problem:
-    """Return a problem with its value as a string: one that is not pickled would lose the error."""
-    return problem if problem.value is None else replace(problem, value=str(problem.value))
 
 
 class Workers(Iterator[Block | Failed]):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmtrain.data.documents.reader import DESCRIBING, Reader, RowPlace, row_order, rows_of, unit_at
+from llmtrain.data.documents.reader import DESCRIBING, Reader, row_order, rows_of, unit_at
 from llmtrain.data.lanes import Block, Lanes
-from llmtrain.data.manifest import DataManifest, Source, Unit
+from llmtrain.data.manifest import DataManifest
 from llmtrain.data.packing import Span
 from llmtrain.data.state import DataState
 from llmtrain.data.token_cache import source as token_cache
@@ -127,15 +127,9 @@ def origins(
     for (k, u), asked in wanted.items():
         source, unit = manifest.sources[k], manifest.sources[k].units[u]
         rows = rows_of(reader, source, unit)
+        file, group = source.files[unit.file].name, unit.group if unit.group >= 0 else None
+        described = (source.id_column or "id", *DESCRIBING)
         for document in asked:
-            row = row_order(manifest, k, u, document.epoch, len(rows))[document.row]
-            origin_of[document] = _origin(source, unit, rows[row])
+            at, columns = rows[row_order(manifest, k, u, document.epoch, len(rows))[document.row]]
+            origin_of[document] = Origin(file, group, at, *map(columns.get, described))
     return origin_of
-
-
-def _origin(source: Source, unit: Unit, row: RowPlace) -> Origin:
-    group = unit.group if unit.group >= 0 else None
-    columns = row.columns
-    name = columns.get(source.id_column or "id")
-    title, url = (columns.get(column) for column in DESCRIBING)
-    return Origin(source.files[unit.file].name, group, row.at, name, title, url)

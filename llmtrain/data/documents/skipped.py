@@ -110,9 +110,11 @@ class Skipped:
         with self._lock:
             self._read_on()
             new = [(part, reason) for part, reason in found if part not in self._known]
-            now = time.time()  # noqa: TID251  a time stamp
+            now = round(time.time(), 3)  # noqa: TID251  a time stamp
             if new and self._path is not None:
-                _append(self._path, [part._asdict() | _facts(reason, now) for part, reason in new])
+                hide = secrets.hider(os.environ)
+                facts = [(part._asdict(), hide(reason)) for part, reason in new]
+                _append(self._path, [{**part, "reason": why, "time": now} for part, why in facts])
             for part, reason in new:
                 was_logged = part._replace(epoch=None) in self._told
                 _log.log(
@@ -173,10 +175,6 @@ def too_many(source: str, last: UnreadableError | None) -> UserError:
             f"look at {FILE_NAME} in the run directory, and at text_column and the files",
         )
     )
-
-
-def _facts(reason: str, now: float) -> dict[str, object]:
-    return {"reason": secrets.hider(os.environ)(reason), "time": round(now, 3)}
 
 
 def _parse(line: bytes) -> LeftOut | None:

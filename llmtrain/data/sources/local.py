@@ -201,12 +201,11 @@ def _saved(directory: Path, key: str) -> list[Path]:
 def _read(path: Path, key: str) -> JsonMapping:
     try:
         saved = json.loads(path.read_text("utf-8"))
+        if not isinstance(saved, dict):
+            raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         expected = f"a file that `save_to_disk` of datasets has written ({first_line(error)})"
         raise UserError(Problem(key, str(path), expected)) from error
-    if not isinstance(saved, dict):
-        expected = "a file that `save_to_disk` of datasets has written"
-        raise UserError(Problem(key, str(path), expected))
     return saved
 
 
@@ -379,12 +378,11 @@ def file_format(name: str, kinds: Mapping[str, str] = FORMATS) -> Format | None:
 
 def labels(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     """Return names for metrics: end of the path, then `/name` if set, then `-2` … if repeated."""
-    names: list[str] = []
-    for source in sources:
-        base = source.path.rstrip("/").rsplit("/", 1)[-1]
-        named = source.name and not is_local(source.path)
-        names.append(f"{base}/{source.name}" if named else base)
-    return distinct(names)
+    ends = ((source, source.path.rstrip("/").rsplit("/", 1)[-1]) for source in sources)
+    return distinct(
+        f"{end}/{source.name}" if source.name and not is_local(source.path) else end
+        for source, end in ends
+    )
 
 
 def distinct(names: Iterable[str]) -> tuple[str, ...]:
