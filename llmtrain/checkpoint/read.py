@@ -26,7 +26,7 @@ from llmtrain.checkpoint import candidates, format as form
 from llmtrain.checkpoint.candidates import Event
 from llmtrain.checkpoint.disk import Patience, StoppedError
 from llmtrain.checkpoint.format import DamagedError, Extent, TensorLocation
-from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, raise_any
 from llmtrain.types import JsonObject, Piece, Ranks, Spec, TensorSpec
 
 P = ParamSpec("P")
@@ -283,12 +283,9 @@ def _refuse_other_tensors(
         Problem(name, _describe(saved.get(name)), f"{_describe(wanted.get(name))}, as in the model")
         for name in other[:5]
     ]
-    if problems:
-        raise UserError(
-            *problems,
-            where=f"{resume_point.name}: {len(other)} of {len(every)} tensors are not those of the "
-            "model; restore the model and optimizer sections of the config that began the run",
-        )
+    differs = f"{len(other)} of {len(every)} tensors are not those of the model"
+    remedy = "restore the model and optimizer sections of the config that began the run"
+    raise_any(problems, f"{resume_point.name}: {differs}; {remedy}")
 
 
 def _describe(tensor: TensorSpec | None) -> str:

@@ -27,7 +27,7 @@ from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.sources.local import FORMATS, TABLES, bounded, file_format, is_index
 from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.token_cache.file import check_tokens, open_tokens
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.text import first_few, first_line, harmless
 
 _log = logging.getLogger(__name__)
@@ -69,8 +69,7 @@ def inspect(source: Source, key: str, reader: Reader) -> tuple[list[FilePart], l
     with ThreadPoolExecutor(THREADS if source.remote else 1) as threads:
         results = list(threads.map(lambda file: _look_into(source, file, key, reader), numbers))
     problems = [problem for problem in results if isinstance(problem, Problem)]
-    if problems:
-        raise UserError(*bounded(problems, key))
+    raise_any(bounded(problems, key))
     looks = [look for look in results if isinstance(look, FileLook)]
     parts = [part for look in looks for part in look.parts]
     return parts, [look.columns for look in looks if look.columns is not None]
@@ -100,38 +99,27 @@ def first_columns(source: Source, key: str, reader: Reader) -> list[str]:
 
 def _look_into(source: Source, file: int, key: str, reader: Reader) -> FileLook | Problem:
     system.beat("looking into the files of the data", file + 1, len(source.files))
-    kind, compression = source.format(file)
+    (kind, compression), size = source.format(file), source.files[file].size
+    decoded = size if source.whole_files else 0
     try:
         if source.cached:
             if not is_index(source.files[file].name):
                 return FileLook([], None)  # the tokens, which the index beside them describes
             tokens = open_tokens(Path(source.where(file)))
             check_tokens(tokens)
-            starts = range(0, tokens.documents, DOCUMENTS_PER_UNIT)
-            units = [
-                Unit(file, 0, start, min(start + DOCUMENTS_PER_UNIT, tokens.documents))
-                for start in starts
-            ]
+            units = _in_steps(file, 0, tokens.documents, DOCUMENTS_PER_UNIT)
             return FileLook([FilePart(unit, 0) for unit in units], None)
-        if reader.skips_file(source, file) or (source.files[file].size == 0 and kind not in TABLES):
+        if reader.skips_file(source, file) or (size == 0 and kind not in TABLES):
             return FileLook([], None)
         if kind in TABLES:
             return _look_into_table(source, file, key, reader)
         if compression:
-            # Raise UnreadableError for a compressed file that is too large: it can only be read
-            # whole.
             with reader.units.open(source, file) as opened:
-                if (
-                    lines.decoded_size(opened, compression, source.files[file].size)
-                    > lines.DECODED_LIMIT
-                ):
-                    raise UnreadableError(lines.too_large(source.where(file)))
+                decoded = max(decoded, lines.decoded_size(opened, compression, size))
+        if decoded > lines.DECODED_LIMIT:  # it can only be read whole
+            raise UnreadableError(lines.too_large(source.where(file)))
         if kind == "text":
-            compressed = bool(compression)
-            size = source.files[file].size
-            if source.whole_files and size > lines.DECODED_LIMIT:
-                raise UnreadableError(lines.too_large(source.where(file)))
-            whole = compressed or source.whole_files
+            whole = compression or source.whole_files
             parts = (
                 [FilePart(Unit(file, -1, 0, size), size)] if whole else _line_ranges(source, file)
             )
@@ -243,9 +231,13 @@ def _look_into_rows(
 
 def _line_ranges(source: Source, file: int) -> list[FilePart]:
     """Cut a plain file of lines into ranges of bytes."""
-    size, step = source.files[file].size, _range_bytes(source)
-    starts = range(0, size, step)
-    return [FilePart(Unit(file, -1, a, min(a + step, size)), step) for a in starts]
+    step = _range_bytes(source)
+    return [FilePart(one, step) for one in _in_steps(file, -1, source.files[file].size, step)]
+
+
+def _in_steps(file: int, group: int, stop: int, step: int) -> Iterator[Unit]:
+    """Yield units of `step` bytes, or documents, up to `stop`."""
+    return (Unit(file, group, a, min(a + step, stop)) for a in range(0, stop, step))
 
 
 def _range_bytes(source: Source) -> int:

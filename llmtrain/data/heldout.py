@@ -198,8 +198,8 @@ def lay_out(
     alone: whether each document, or sequence of one, begins a block
     """
     texts = [one for one in documents if not one.encoded.cuts]
-    no_begin_token = tokenizer.bos is None and not alone
-    first = np.array([tokenizer.eos] if no_begin_token else [], np.int32)
+    follows = tokenizer.bos is None and not alone and (texts or not documents)
+    first = np.array([tokenizer.eos] if follows else [], np.int32)
     laid = _Laid([first], [np.zeros(len(first), dtype=bool)], [], [], len(first))
     sizes = [0] * len(sources)
     for owner, text, encoded in texts:
@@ -209,8 +209,6 @@ def lay_out(
         if alone:
             _pad(laid, -laid.end % seq_len, tokenizer.pad)
     if len(texts) < len(documents):
-        if not texts:
-            laid = _Laid([], [], [], [], 0)
         _add_conversations(laid, documents, seq_len, tokenizer.pad, alone=alone)
     parts: tuple[HeldOutPart, ...] = ()
     owners: np.ndarray | None = None

@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 
 from llmtrain.data.documents.elements import HEAD_BYTES, array_elements, is_array
 from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decode_line, in_batches, to_bytes
+from llmtrain.data.documents.reader import decoded
 from llmtrain.data.documents.skipped import readable
 from llmtrain.data.documents.units import map_arrow
 from llmtrain.data.sources.local import FORMATS, PROSE, edges_digest, file_format
@@ -207,8 +208,7 @@ def _decode(column: pa.Array) -> pa.Array:
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
-        values = column.to_pylist()
-        return pa.array([None if raw is None else raw.decode("utf-8", "replace") for raw in values])
+        return pa.array(decoded(column))
 
 
 def _json_lines(path: Path, compression: str | None) -> Tables:

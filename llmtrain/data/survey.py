@@ -491,14 +491,10 @@ def _draft(
 def _split(source: Source, k: int, fraction: float, seed: int, reader: Reader) -> Source:
     source = heldout.split(source, k, fraction, seed, reader)
     if not heldout.has_training_document(source, seed, reader):
-        expected = "at least one document that is not empty and not held out"
-        problem = Problem(
-            f"data.sources.{k}.path",
-            source.path,
-            f"{expected}: no training document is left after the held-out split",
-            "add documents, or lower data.heldout",
-        )
-        raise UserError(problem)
+        why = "no training document is left after the held-out split"
+        expected = f"at least one document that is not empty and not held out: {why}"
+        remedy = "add documents, or lower data.heldout"
+        raise UserError(Problem(f"data.sources.{k}.path", source.path, expected, remedy))
     return source
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -119,6 +119,7 @@ class EncodedChat:
     counts: Mapping[str, int]
 
 
+@dataclass(eq=False)
 class Chat:
     """A run's tokenizer and chat template.
 
@@ -129,25 +130,16 @@ class Chat:
         do, and their arguments are objects
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        settings: Settings,
-        seq_len: int,
-        tokenizer: Tokenizer | None = None,
-        *,
-        calls: bool = True,
-    ) -> None:
-        self.settings = settings
-        self.seq_len = seq_len
-        self._calls = calls
-        self._directory = directory
-        self._tokenizer = tokenizer
+    directory: Path
+    settings: Settings
+    seq_len: int
+    tokenizer: Tokenizer | None = None
+    calls: bool = field(default=True, kw_only=True)
 
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template. Prompts and completions as strings need none."""
-        return has_template(self._directory)
+        return has_template(self.directory)
 
     @property
     def names(self) -> frozenset[str]:
@@ -255,15 +247,15 @@ class Chat:
 
     @cached_property
     def _encoder(self) -> encode.OffsetEncoder:
-        return encode.open_encoder(self._directory, self._tokenizer)
+        return encode.open_encoder(self.directory, self.tokenizer)
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        return self._tokenizer or open_tokenizer(self._directory)
+        return self.tokenizer or open_tokenizer(self.directory)
 
     @cached_property
     def _template(self) -> Template:
-        return open_template(self._directory, self.settings.template_kwargs, self.settings.date)
+        return open_template(self.directory, self.settings.template_kwargs, self.settings.date)
 
     @cached_property
     def _control(self) -> encode.Control:
@@ -285,7 +277,7 @@ class Chat:
 
     @cached_property
     def _call(self) -> end_of_turn.Call:
-        return end_of_turn.find_call(self.render) if self._calls else end_of_turn.NO_CALL
+        return end_of_turn.find_call(self.render) if self.calls else end_of_turn.NO_CALL
 
     def _with_arguments(self, example: Example) -> Sequence[Message]:
         """Return messages with the arguments of their calls as the template takes them."""

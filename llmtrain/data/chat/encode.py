@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmtrain.data.chat.rows import REASONING, Message
-from llmtrain.data.tokens.tokenizer import Tokenizer
+from llmtrain.data.tokens.tokenizer import Tokenizer, without_added
 from llmtrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -342,19 +342,12 @@ def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> OffsetE
 
 def of_library(full: tokenizers.Tokenizer) -> TextEncoders:
     """Return the engine of a tokenizer with its added tokens."""
-    import tokenizers
-
-    without = tokenizers.Tokenizer(full.model)
-    if full.normalizer is not None:
-        without.normalizer = full.normalizer
-    if full.pre_tokenizer is not None:
-        without.pre_tokenizer = full.pre_tokenizer
 
     def encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    whole, bare = (partial(encode, one) for one in (full, without))
+    whole, bare = (partial(encode, one) for one in (full, without_added(full.model, full)))
     return TextEncoders(full.get_added_tokens_decoder(), whole, bare)
 
 

@@ -167,14 +167,12 @@ def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) ->
     Raises UserError for names that are not ours, and for columns that the source lacks.
     """
     names = list(available)
-    unknown = sorted(columns.keys() - _NAMES)
-    if unknown:
-        expected = f"our names ({', '.join(sorted(_NAMES))}), each with the source's column"
-        raise UserError(Problem(key, ", ".join(unknown), expected))
-    missing = sorted(set(columns.values()) - set(names))
-    if missing:
-        expected = f"columns of the source ({', '.join(names)})"
-        raise UserError(Problem(key, ", ".join(missing), expected))
+    known = f"our names ({', '.join(sorted(_NAMES))}), each with the source's column"
+    existing = f"columns of the source ({', '.join(names)})"
+    unknown, missing = columns.keys() - _NAMES, {*columns.values()} - {*names}
+    for wrong, expected in ((unknown, known), (missing, existing)):
+        if wrong:
+            raise UserError(Problem(key, ", ".join(sorted(wrong)), expected))
     ours = {theirs: name for name, theirs in columns.items()}
     hidden = columns.keys() - set(columns.values())
     return tuple(ours.get(name, name) for name in names if name not in hidden)

@@ -138,7 +138,7 @@ class Reader:
         rows = self.units.rows(source, unit, left_out)
         new = [(position, reason) for position, reason in rows.bad if reason]
         if new and not self.reading.skip_bad_units:
-            raise self._bad_line(source, unit, *new[0])
+            raise self._bad_line(source, unit.file, *new[0])
         if rows.bad and not len(rows):  # one record instead of thousands
             reason = f"no line can be used; the first: {rows.bad[0][1]}"
             raise skipped.UnreadableError(Problem(place_of(source, unit), reason, "JSON lines"))
@@ -200,7 +200,6 @@ class Reader:
         Otherwise a bad line raises UserError, and one without the text column is returned. Of
         conversations only the columns are looked at here.
         """
-        unit = Unit(file, -1, 0, min(1, source.files[file].size))
         for position, line in self._first_lines(source, file):
             if line.strip():
                 try:
@@ -211,12 +210,12 @@ class Reader:
                 except ValueError as error:
                     if self.reading.skip_bad_units:
                         return None  # it is left out when it is read
-                    raise self._bad_line(source, unit, position, str(error)) from error
+                    raise self._bad_line(source, file, position, str(error)) from error
                 return list(row)
         return None
 
-    def _bad_line(self, source: Source, unit: Unit, position: int, reason: str) -> UserError:
-        where = f"{source.where(unit.file)}, {self.line_at(source, unit.file, position)}"
+    def _bad_line(self, source: Source, file: int, position: int, reason: str) -> UserError:
+        where = f"{source.where(file)}, {self.line_at(source, file, position)}"
         expected = f"a JSON object with the key {source.text_column!r} (a string or null)"
         remedy = "repair or remove the line, or correct the source's text_column"
         if reason == A_LIST:
@@ -334,9 +333,9 @@ def _rows_of_group(reader: Reader, source: Source, unit: Unit) -> Sequence[RowPl
         # Named as text and id of a source, they are read as these are, also from the Hub.
         described = replace(source, text_column=first, id_column=second, form=None)
         rows = reader.rows(described, unit, needed=True)
-        columns[first] = _decode(rows.texts)
+        columns[first] = decoded(rows.texts)
         if rows.ids is not None:
-            columns[second] = _decode(rows.ids)
+            columns[second] = decoded(rows.ids)
     return [
         RowPlace(unit.start + i, {name: values[i] for name, values in columns.items()})
         for i in range(unit.stop - unit.start)
@@ -347,5 +346,6 @@ def _columns(source: Source) -> list[str]:
     return [source.id_column or "id", *DESCRIBING]
 
 
-def _decode(values: pa.Array) -> list[str | None]:
+def decoded(values: pa.Array) -> list[str | None]:
+    """Return bytes as text; what is not UTF-8 in them is replaced."""
     return [None if raw is None else raw.decode("utf-8", "replace") for raw in values.to_pylist()]

@@ -83,10 +83,8 @@ class Units:
                 refuse_other_encoding(rows.texts, place_of(source, unit))
                 return rows
             footer = self.footer(source, unit.file)
-            if unit.group >= footer.num_row_groups:
-                raise UserError(_fewer_rows(source, unit))
-            group = footer.row_group(unit.group)
-            if unit.stop > group.num_rows:
+            group = footer.row_group(unit.group) if unit.group < footer.num_row_groups else None
+            if group is None or unit.stop > group.num_rows:
                 raise UserError(_fewer_rows(source, unit))
             if group.total_byte_size > GROUP_LIMIT:
                 self.reads += 1

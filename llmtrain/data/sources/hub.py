@@ -22,7 +22,7 @@ from llmtrain.config.schema import SourceConfig
 from llmtrain.data.remote import fetch
 from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
 from llmtrain.data.sources import local
-from llmtrain.errors import Problem, UserError
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few, first_line, harmless
 
 if TYPE_CHECKING:
@@ -100,10 +100,9 @@ def _ask(source: SourceConfig, key: str, stop: fetch.Stopping | None) -> local.R
         raise UserError(Problem(key, outside, expected, "name them as a source of their own"))
     formats = {match["path"]: local.file_format(match["path"]) for match in inside}
     unknown = [name for name, known in formats.items() if known is None]
-    if unknown:
-        remedies = {name: CONVERT if name.endswith(".arrow") else WRITE for name in unknown}
-        problems = [Problem(key, name, FORMATS, remedies[name]) for name in unknown]
-        raise UserError(*local.bounded(problems, key))
+    remedies = {name: CONVERT if name.endswith(".arrow") else WRITE for name in unknown}
+    wrong = [Problem(key, name, FORMATS, remedy) for name, remedy in remedies.items()]
+    raise_any(local.bounded(wrong, key))
     rows = [name for name, known in formats.items() if known and known.kind != "text"]
     if rows and source.document == "file":
         expected = f"line: {rows[0]} is no text file, of which each could be one document"
@@ -229,17 +228,12 @@ def _warn_of_left_out(
 
 
 def _is_other_data(name: str, chosen: set[str], kinds: set[str]) -> bool:
-    base = PurePosixPath(name).name
-    if name in chosen or base.startswith((".", "_")) or base.lower() in local.NOT_DATA:
+    base = PurePosixPath(name.lower())
+    hidden = base.name.startswith((".", "_")) or base.name in local.NOT_DATA
+    if name in chosen or hidden or base.name.endswith(local.PROSE):
         return False
-    file_format = local.file_format(base)
-    if base.lower().endswith(local.PROSE):
-        return False
-    return (
-        file_format.kind not in kinds
-        if file_format
-        else PurePosixPath(base).suffix.lower() in NOT_READ
-    )
+    file_format = local.file_format(base.name)
+    return file_format.kind not in kinds if file_format else base.suffix in NOT_READ
 
 
 def _file(system: HfFileSystem, root: str, name: str, stop: fetch.Stopping | None) -> local.File:

@@ -433,8 +433,7 @@ def list_files(path: str, root: Path, key: str, *, prose: bool = False) -> list[
     expected = "a directory itself: links to directories are not followed"
     remedy = "name it as a source of its own, or link its files"
     links = [_printable(file) for file in entries if file.is_symlink() and file.is_dir()]
-    if links:
-        raise UserError(*bounded([Problem(key, link, expected, remedy) for link in links], key))
+    raise_any(bounded([Problem(key, link, expected, remedy) for link in links], key))
     files = _only_files(entries, key)
     if not files:
         expected = f"a directory with data files ({SUFFIXES})"

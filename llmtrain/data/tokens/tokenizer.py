@@ -249,19 +249,27 @@ def _reference(description: convert.Description, content: str) -> Reference:
     import tokenizers
 
     full = tokenizers.Tokenizer.from_str(content)
-    whole, rest = tokenizers.Tokenizer(full.model), tokenizers.Tokenizer(full.model)  # one model
     # Later parts of a text: they put nothing in front.
     steps_of_rest = {
         part: _continue_step(description.get(part)) for part in ("normalizer", "pre_tokenizer")
     }
-    frames = (description, {**description, **steps_of_rest})
-    for tokenizer, frame in zip((whole, rest), frames, strict=True):
-        steps = convert.shell(frame, "normalizer", "pre_tokenizer")
-        if steps.normalizer:
-            tokenizer.normalizer = steps.normalizer
-        if steps.pre_tokenizer:
-            tokenizer.pre_tokenizer = steps.pre_tokenizer
+    whole, rest = (
+        without_added(full.model, convert.shell(frame, "normalizer", "pre_tokenizer"))
+        for frame in (description, {**description, **steps_of_rest})
+    )
     return Reference(whole, rest, full)
+
+
+def without_added(
+    model: tokenizers.models.Model, steps: tokenizers.Tokenizer
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer without added tokens. steps: has its normalizer and its pre-tokenizer"""
+    made = type(steps)(model)
+    if steps.normalizer is not None:
+        made.normalizer = steps.normalizer
+    if steps.pre_tokenizer is not None:
+        made.pre_tokenizer = steps.pre_tokenizer
+    return made
 
 
 def _continue_step(step: convert.Description | None) -> convert.Description | None:
