@@ -413,12 +413,11 @@ def check_patience(
 
 def check_optimizer(
     optimizer: schema.OptimizerConfig, distributed: schema.DistributedConfig
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Check that the strategy, if one is named, can run the optimizer."""
     asked = distributed.strategy
-    if asked == "auto" or asked in strategies_with(optimizer.name, [asked]):
-        return []
-    return [strategy_problem(optimizer.name, asked)]
+    if asked != "auto" and asked not in strategies_with(optimizer.name, [asked]):
+        yield strategy_problem(optimizer.name, asked)
 
 
 def strategies_with(optimizer: Algorithm, strategies: Iterable[str]) -> tuple[str, ...]:

@@ -102,9 +102,8 @@ def unfit_packing(settings: DataSettings, chat: bool) -> Iterator[Problem]:
         also = "" if data.document_mask is not False else " with data.document_mask=auto"
         yield Problem("data.packing", "concat", expected, f"data.packing=auto{also}")
     if chat and data.document_mask is False:
-        expected = f"true or auto with {rows}: those of a block must not see each other"
-        if answers:
-            expected = f"true or auto with {rows}: the answers of a block must not see each other"
+        those = "the answers" if answers else "those"
+        expected = f"true or auto with {rows}: {those} of a block must not see each other"
         yield Problem("data.document_mask", False, expected, "data.document_mask=auto")
     if answers and data.packing == "single":
         yield from uneven(data.seq_len)

@@ -27,9 +27,7 @@ GROUP_LIMIT = 64 * lines.MIB  # the largest row group that is decoded at once
 CACHED_GROUPS = 4
 CACHED_BYTES = 64 * lines.MIB
 OPEN_FOOTERS = 64
-HELD_BYTES = (
-    128 * lines.MIB
-)  # the most of a group on the Hub that is read at once, still compressed
+HELD_BYTES = 128 * lines.MIB  # of a group on the Hub that is read at once, still compressed
 
 
 class Units:
@@ -214,12 +212,10 @@ class Units:
         if where not in self._headers:
             compression = source.format(file).compression
             with self.open(source, file) as opened:
-                content = (
-                    io.BytesIO(lines.decompress(opened, compression, where))
-                    if compression
-                    else None
-                )
-                self._headers[where] = elements.csv_header(content or _by_line(opened), name, where)
+                content = _by_line(opened)
+                if compression:
+                    content = io.BytesIO(lines.decompress(opened, compression, where))
+                self._headers[where] = elements.csv_header(content, name, where)
         return self._headers[where]
 
     def is_array(self, source: Source, file: int) -> bool:
@@ -347,9 +343,9 @@ class Units:
         return Rows(as_array(texts), as_array(ids), len(bad), tuple(bad))
 
 
-def _by_line(file: io.RawIOBase | io.BufferedReader) -> io.BufferedReader:
+def _by_line(file: io.RawIOBase | io.BufferedIOBase) -> io.BufferedIOBase:
     """Return a file whose lines are not read byte by byte."""
-    return file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, lines.MIB)
+    return io.BufferedReader(file, lines.MIB) if isinstance(file, io.RawIOBase) else file
 
 
 def map_arrow(where: str) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
