@@ -16,7 +16,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from llmtrain import faults, system
@@ -82,22 +82,15 @@ def reasons_to_keep(
     losses: step → its held-out loss, for all checkpoints of the run
     resumed_from: as in `prune`
     """
-    newest = sorted(losses, reverse=True)[: policy.keep_last]
-    best = by_loss(losses)[: policy.keep_best]
-    resumed = form.step_of(resumed_from) if resumed_from else None
+    resumed, every = form.step_of(resumed_from or ""), policy.keep_every
     young = resumed is not None and sum(step > resumed for step in losses) < 2
-
-    def why(step: int) -> Iterator[str]:
-        if step in newest:
-            yield "newest"
-        if policy.keep_every and step % policy.keep_every == 0:
-            yield f"every {policy.keep_every}"
-        if step in best:
-            yield "best"
-        if young and step == resumed:
-            yield "resumed from"
-
-    return {step: tuple(why(step)) for step in losses}
+    reasons: Mapping[str, Sequence[int | None]] = {
+        "newest": sorted(losses, reverse=True)[: policy.keep_last],
+        f"every {every}": [step for step in losses if every and step % every == 0],
+        "best": by_loss(losses)[: policy.keep_best],
+        "resumed from": [resumed] if young else [],
+    }
+    return {step: tuple(why for why in reasons if step in reasons[why]) for step in losses}
 
 
 def by_loss(losses: Mapping[int, float | None]) -> list[int]:

@@ -76,21 +76,17 @@ def pairs_of(rows: Iterable[tuple[np.ndarray, np.ndarray, Sequence[PlacedPair]]]
 
     rows: ids (S + 1,), labels (S,), and the pairs in them
     """
-    numbers: list[int] = []
-    borders: list[tuple[int, int, int]] = []
-    keys: list[tuple[int, int]] = []
-    desirable: list[bool] = []
-    for number, (ids, labels, placed) in enumerate(rows):
-        for pair in placed:
-            numbers.append(number)
-            borders.append((pair.begin, pair.second, pair.stop))
-            keys.append(_key(ids, labels, pair))
-            desirable.append(pair.desirable)
+    every = [
+        (number, pair, _key(ids, labels, pair))
+        for number, (ids, labels, placed) in enumerate(rows)
+        for pair in placed
+    ]
+    borders = [(pair.begin, pair.second, pair.stop) for _, pair, _ in every]
     return Pairs(
-        np.array(numbers, np.int64),
+        np.array([number for number, _, _ in every], np.int64),
         np.array(borders, np.int64).reshape(-1, 3),
-        np.array(keys, np.uint64).reshape(-1, 2),
-        np.array(desirable, np.bool_),
+        np.array([key for _, _, key in every], np.uint64).reshape(-1, 2),
+        np.array([pair.desirable for _, pair, _ in every], np.bool_),
     )
 
 

@@ -126,7 +126,7 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> FileLook 
             if file < CHECKED_FILES:  # to check that it is UTF-8
                 reader.rows(source, parts[0].unit)
             return FileLook(parts, [])
-        return _look_into_rows(source, file, kind, bool(compression), key, reader)
+        return _look_into_rows(source, file, key, reader)
     except UnreadableError as error:
         skipped = reader.skips_file(source, file, error)
         return FileLook([], None) if skipped else error.problems[0]
@@ -206,10 +206,9 @@ def _other_form(source: Source, key: str, where: str, columns: Sequence[str]) ->
     return problem and replace(problem, value=f"{problem.value} in {harmless(where)}")
 
 
-def _look_into_rows(
-    source: Source, file: int, kind: str, compressed: bool, key: str, reader: Reader
-) -> FileLook | Problem:
+def _look_into_rows(source: Source, file: int, key: str, reader: Reader) -> FileLook | Problem:
     """Look into JSON or CSV."""
+    kind, compression = source.format(file)
     keys = reader.first_keys(source, file) if file < CHECKED_FILES else None
     if keys is not None:
         row = "header" if kind == "csv" else "first line"
@@ -221,7 +220,7 @@ def _look_into_rows(
     size = source.files[file].size
     with readable(source.where(file)):
         group = ELEMENTS if reader.units.is_array(source, file) else -1
-        if compressed:
+        if compression:
             return FileLook([FilePart(Unit(file, group, 0, size), size)], keys)
         if kind == "csv" or group == ELEMENTS:
             spans = ranges(reader.units.rows_at(source, file), _range_bytes(source))

@@ -83,16 +83,10 @@ def fields(
 
 def _kind(value: object) -> str:
     """Describe the kind of a JSON value, for a message."""
-    match value:
-        case None | True | False:
-            return {None: "null", True: "true", False: "false"}[value]
-        case str():
-            return "a string"
-        case list():
-            return "a list"
-        case dict():
-            return "an object"
-    return "a number"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    words: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+    return words.get(type(value), "a number")
 
 
 def to_bytes(text: str) -> bytes:

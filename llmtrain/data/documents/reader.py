@@ -128,7 +128,13 @@ class Reader:
                 self._in_a_row.pop(source.label, None)
                 return rows
         self.units.forget(source, unit)
-        self._count(source, unit, epoch, error)
+        # Bad units in a row; slices of a group count once, so that it alone ends no run.
+        place = (unit.file, unit.group if unit.group >= 0 else unit.start, epoch)
+        in_a_row = self._in_a_row.setdefault(source.label, [])
+        if in_a_row[-1:] != [place]:
+            in_a_row.append(place)
+        if len(in_a_row) >= skipped.MANY_IN_A_ROW:
+            raise skipped.too_many(source.label, error)
         return Rows(as_array([]), None, skipped=1)
 
     def _rows(self, source: Source, unit: Unit) -> Rows:
@@ -162,17 +168,6 @@ class Reader:
         if error is not None and self.reading.skip_bad_units:
             self._skipped.add([(part, _reason(error))])
         return self._skipped.holds(part)
-
-    def _count(
-        self, source: Source, unit: Unit, epoch: int | None, error: skipped.UnreadableError | None
-    ) -> None:
-        """Count bad units in a row. Slices of a group count once, so that it alone ends no run."""
-        place = (unit.file, unit.group if unit.group >= 0 else unit.start, epoch)
-        row = self._in_a_row.setdefault(source.label, [])
-        if row[-1:] != [place]:
-            row.append(place)
-        if len(row) >= skipped.MANY_IN_A_ROW:
-            raise skipped.too_many(source.label, error)
 
     def _first_lines(self, source: Source, file: int) -> list[tuple[int, bytes]]:
         """Return the first lines of a file of rows, of CSV its header with empty cells."""

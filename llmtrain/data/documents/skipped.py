@@ -202,14 +202,11 @@ def _append(path: Path, entries: list[dict[str, object]]) -> None:
 
 
 def _words(part: LeftOut) -> str:
-    match part.kind:
-        case "file":
-            place = ""
-        case "rows":
-            place = f", rows {part.start} to {part.stop} of row group {part.group}"
-        case "bytes":
-            place = f", bytes {part.start} to {part.stop}"
-        case "line":
-            place = f", the line at byte {part.start}"
+    place = {
+        "file": "",
+        "rows": f", rows {part.start} to {part.stop} of row group {part.group}",
+        "bytes": f", bytes {part.start} to {part.stop}",
+        "line": f", the line at byte {part.start}",
+    }[part.kind]
     epoch = "" if part.epoch is None else f", epoch {part.epoch}"
     return f"{harmless(part.file)} of {part.source}{place}{epoch}"

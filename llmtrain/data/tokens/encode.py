@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llmtrain.config.schema import Answers, ChatConfig
+from llmtrain.config.schema import ChatConfig
 from llmtrain.data.chat.chat import Chat, EncodedChat, Settings, truncate, truncate_pair
 from llmtrain.data.chat.mask import TokenSequence
 from llmtrain.data.chat.pairs import Judged, to_judged, to_pair
@@ -81,14 +81,11 @@ class DocumentEncoder:
         """Encode documents of a source; a text gets its begin and end token."""
         if source.form is None:
             return [Encoded(ids) for ids in self.tokenizer.documents(texts)]
-        answers = answers_of(source.form)
-        chat = self.chat
-        assert chat is not None, "the manifest has the form of each source"
-        return [self._row(chat, text, source, source.form, answers) for text in texts]
+        return [self._row(text, source, source.form) for text in texts]
 
-    def _row(
-        self, chat: Chat, text: str, source: Source, form: str, answers: Answers | None
-    ) -> Encoded:
+    def _row(self, text: str, source: Source, form: str) -> Encoded:
+        chat, answers = self.chat, answers_of(form)
+        assert chat is not None, "the manifest has the form of each source"
         try:
             if answers == "pairs":
                 return self._pair(chat, to_pair(text, form, source.columns))
