@@ -145,23 +145,21 @@ class HeldOut:
         rows = []
         for g in blocks:
             ids, labels, _ = self.block(g, seq_len)
-            places = (
-                PlacedPair(a, b, c, d, bool(e)) for a, b, c, d, e, _ in self._pairs(g, seq_len)
-            )
-            rows.append((ids, labels, [pair.shifted(-g * seq_len) for pair in places]))
+            pairs = [pair.shifted(-g * seq_len) for pair, _ in self._pairs(g, seq_len)]
+            rows.append((ids, labels, pairs))
         return pairs_of(rows)
 
     def pair_parts(self, blocks: Sequence[int], seq_len: int) -> np.ndarray:
         """Return the number in `parts` of the source of each pair that `pairs_of` returns, (N,)."""
-        parts = [part for g in blocks for *_, part in self._pairs(g, seq_len)]
+        parts = [part for g in blocks for _, part in self._pairs(g, seq_len)]
         return np.array(parts, np.int64)
 
-    def _pairs(self, g: int, seq_len: int) -> list[list[int]]:
+    def _pairs(self, g: int, seq_len: int) -> list[tuple[PlacedPair, int]]:
         if self.pairs is None:
             return []
         first, last = np.searchsorted(self.pairs[:, 0], (g * seq_len, (g + 1) * seq_len))
-        rows: list[list[int]] = self.pairs[first:last].tolist()
-        return rows
+        rows = self.pairs[first:last].tolist()
+        return [(PlacedPair(a, b, c, d, bool(e)), part) for a, b, c, d, e, part in rows]
 
 
 @dataclass(slots=True)
