@@ -204,10 +204,8 @@ class Beginnings(Conversation):
             text = Conversation.render(self, count, add_generation_prompt)
             text.own.encode()
         except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise BadRowError(
-                "template", f"the template writes half a character: {half!a}"
-            ) from error
+            why = f"the template writes half a character: {error.object[error.start]!a}"
+            raise BadRowError("template", why) from error
         except (TemplateError, *FAILURES) as error:
             why = f"the template cannot render it: {first_line(error)}"
             raise BadRowError("template", why) from error

@@ -110,12 +110,9 @@ def _as_bytes(column: pa.ChunkedArray) -> pa.Array:
     kind = column.type
     if pa.types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        if pa.types.is_string_view(kind):
-            column = column.cast(pa.large_string())
-        else:  # numbers and other ids: as Python writes them
-            return as_array(None if v is None else str(v).encode() for v in column.to_pylist())
-    chunks = column.cast(pa.large_binary()).chunks
+    if not is_text(kind):  # numbers and other ids: as Python writes them
+        return as_array(None if v is None else str(v).encode() for v in column.to_pylist())
+    chunks = column.cast(pa.large_string()).cast(pa.large_binary()).chunks
     return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
 
 
