@@ -98,10 +98,8 @@ def by_loss(losses: Mapping[int, float | None]) -> list[int]:
 
     Several may have the same evaluation; the oldest of them has the weights that were evaluated.
     """
-    measured: dict[float, int] = {}
-    for step, loss in sorted(losses.items()):
-        if loss is not None:
-            measured.setdefault(loss, step)
+    newest_first = sorted(losses.items(), reverse=True)
+    measured = {loss: step for step, loss in newest_first if loss is not None}  # the last one stays
     return [step for _, step in sorted(measured.items())]
 
 

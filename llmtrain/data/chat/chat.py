@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -49,20 +50,15 @@ def split(messages: Sequence[Message], fits: Callable[[list[int]], bool]) -> lis
     roles = [message["role"] for message in messages]
     size = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), 0)
     front = list(range(size))
-    exchanges: list[list[int]] = []
-    for n in range(size, len(roles)):
-        begins = roles[n] == "user" and (n == size or roles[n - 1] != "user")
-        if begins or not exchanges:
-            exchanges.append([])
-        exchanges[-1].append(n)
+    begins = [n for n in range(size + 1, len(roles)) if roles[n] == "user" != roles[n - 1]]
     pieces: list[list[int]] = []
-    piece: list[int] = []
-    for exchange in exchanges:
-        if piece and not fits([*front, *piece, *exchange]):
-            pieces.append([*front, *piece])
-            piece = []
-        piece = [*piece, *exchange]
-    return [*pieces, [*front, *piece]]
+    for first, stop in pairwise([size, *begins, len(roles)]):
+        exchange = range(first, stop)
+        if pieces and fits([*pieces[-1], *exchange]):
+            pieces[-1] += exchange
+        else:
+            pieces.append([*front, *exchange])
+    return pieces
 
 
 def truncate_pair(

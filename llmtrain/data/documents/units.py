@@ -324,8 +324,7 @@ class Units:
         numbered = self.lines(source, unit)
         if source.format(unit.file).kind == "text":
             return Rows(as_array(line for _, line in numbered), None)
-        texts: list[bytes | None] = []
-        ids: list[bytes | None] = []
+        rows: list[tuple[bytes | None, bytes | None]] = []
         bad: list[tuple[int, str]] = []
         for position, line in numbered:
             if not line.strip():
@@ -334,13 +333,11 @@ class Units:
                 bad.append((position, ""))
                 continue
             try:
-                text, name = _fields(line, source)
+                rows.append(_fields(line, source))
             except ValueError as error:
                 bad.append((position, str(error)))
-            else:
-                texts.append(text)
-                ids.append(name)
-        return Rows(as_array(texts), as_array(ids), len(bad), tuple(bad))
+        texts, ids = (as_array(row[column] for row in rows) for column in (0, 1))
+        return Rows(texts, ids, len(bad), tuple(bad))
 
 
 def _by_line(file: io.RawIOBase | io.BufferedIOBase) -> io.BufferedIOBase:

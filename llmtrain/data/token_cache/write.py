@@ -82,12 +82,9 @@ def write_part(task: Task) -> Counts:
     tokenizer, reader = _open(task.tokenizer, task.backend, task.reading)
     dtype = np.dtype(DTYPES[task.code])
     rows = reader.rows(task.source, task.unit)
-    texts: list[str] = []
-    dropped = replaced = 0
-    for row in range(len(rows)):
-        text, was_replaced = rows.text(row)
-        dropped, replaced = dropped + (text is None), replaced + was_replaced
-        texts += [] if text is None else [text]
+    read = [rows.text(row) for row in range(len(rows))]
+    texts = [text for text, _ in read if text is not None]
+    dropped, replaced = len(read) - len(texts), sum(was_replaced for _, was_replaced in read)
     # In batches, so that long documents are not in memory twice.
     batches = in_batches(texts, len, BATCH_CHARACTERS, BATCH_DOCUMENTS)
     documents = [ids for batch in batches for ids in tokenizer.documents(batch)]
