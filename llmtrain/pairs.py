@@ -33,20 +33,17 @@ class Pairs:
         """Return the pairs of blocks first … stop − 1, whose numbers then begin with 0."""
         low, high = self.rows.searchsorted((first, stop))
         span = slice(int(low), int(high))
-        return Pairs(
-            self.rows[span] - first, self.borders[span], self.keys[span], self.desirable[span]
-        )
+        return self._some(span, self.rows[span] - first)
 
     def of_rows(self, order: np.ndarray) -> Pairs:
         """Return the pairs of the blocks in another order. order: (n,) int64, numbers of blocks"""
         moved = order.argsort()[self.rows]
         permutation = moved.argsort(kind="stable")
-        return Pairs(
-            moved[permutation],
-            self.borders[permutation],
-            self.keys[permutation],
-            self.desirable[permutation],
-        )
+        return self._some(permutation, moved[permutation])
+
+    def _some(self, which: slice | np.ndarray, rows: np.ndarray) -> Pairs:
+        """Return some of the pairs, in blocks of these numbers."""
+        return Pairs(rows, self.borders[which], self.keys[which], self.desirable[which])
 
 
 class PairTensors:

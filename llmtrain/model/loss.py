@@ -154,15 +154,11 @@ def _watch(
         calls.append((id(inputs[0].untyped_storage()), outputs[-1] if outputs else 0))
         return output * factor
 
-    hooks = [
+    with (
         model.base_model.register_forward_hook(see),
         model.get_output_embeddings().register_forward_hook(multiply),
-    ]
-    try:
+    ):
         return calls, model(ids, **model_keywords()).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[Head]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from llmtrain.types import Cut, split
 KEY = "distributed.tensor_parallel"
 _LEAST_CUT = 0.5  # of the weights of the blocks: below it each process computes most of the model
 _Group = dist.ProcessGroup | None  # None: nothing is exchanged, as of a model on paper
+_Function = Callable[[Tensor], Tensor]
 
 
 def refusals(model: PreTrainedModel, size: int) -> Iterator[Problem]:
@@ -175,18 +177,16 @@ class _Cutter:
 
     def copy(self, x: Tensor) -> Tensor:
         """Return f(x)."""
-        result: Tensor = _Copied.apply(x, self)  # type: ignore[no-untyped-call]  # torch has no stub for it
-        return result
 
-    def summed(self, x: Tensor) -> Tensor:
-        """Return g(x), the sum over the group."""
-        return add_up(x, self.group)
+        def back(gradient: Tensor) -> Tensor:
+            self.last = None
+            return _sum(gradient, self.group)
 
-    def keep(self, module: nn.Module, path: str, leaf: str, axis: int) -> Cut | None:
+        return _applied(x, lambda x: x.view_as(x), back)
+
+    def keep(self, module: nn.Module, path: str, leaf: str, axis: int) -> Cut:
         """Replace a parameter by this process's part of it."""
         whole = getattr(module, leaf)
-        if whole is None:
-            return None
         cut = Cut(axis, split(whole.shape[axis], self.size), tuple(whole.shape))
         part = cut.part(whole.detach(), self.rank).clone(memory_format=torch.contiguous_format)
         setattr(module, leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -194,67 +194,38 @@ class _Cutter:
         return cut
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cutter: _Cutter) -> Tensor:
-        ctx.cutter = cutter
-        return x.view_as(x)
+class _ThereAndBack(torch.autograd.Function):
+    """A function whose gradient is another function of that of its result."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.cutter.last = None
-        gradient = gradient.contiguous()
-        if ctx.cutter.group is not None:
-            dist.all_reduce(gradient, group=ctx.cutter.group)
-        return gradient, None
+    def forward(ctx: Any, x: Tensor, there: _Function, back: _Function) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _applied(x: Tensor, there: _Function, back: _Function) -> Tensor:
+    result: Tensor = _ThereAndBack.apply(x, there, back)  # type: ignore[no-untyped-call]  # torch has no stub for it
+    return result
 
 
 def add_up(x: Tensor, group: _Group) -> Tensor:
     """Return g(x), the sum of `x` over a group; it may be in the place of `x`."""
-    result: Tensor = _Summed.apply(x, group)  # type: ignore[no-untyped-call]  # torch has no stub for it
-    return result
+    return _applied(x, partial(_sum, group=group), lambda gradient: gradient)
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: _Group) -> Tensor:
-        x = x.contiguous()
-        if group is not None:
-            dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The last axis of all processes; the gradient of this one's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _gather(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(gradient, ctx.group, ctx.sizes), None, None
-
-
-class _Parted(torch.autograd.Function):
-    """This process's part of the last axis; the gradient of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _own_part(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(gradient, ctx.group, ctx.sizes), None, None
+def _sum(x: Tensor, group: _Group) -> Tensor:
+    x = x.contiguous()
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
 
 
 def _gather(x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
+    """Return the last axis of all processes."""
     # A collective has parts of one size, and the largest is at most 1 larger than the others.
     padded = F.pad(x, (0, max(sizes) - x.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in sizes]
@@ -264,6 +235,7 @@ def _gather(x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _own_part(x: Tensor, group: _Group, sizes: tuple[int, ...]) -> Tensor:
+    """Return this process's part of the last axis."""
     rank = len(sizes) - 1 if group is None else dist.get_rank(group)
     return x.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
 
@@ -279,15 +251,16 @@ def colwise_gather_output(cutter: _Cutter, module: Any, path: str) -> None:
     """The products are whole, as of a head, or where q and k have a norm over all heads."""
     cut = _keep_outputs(cutter, module, path)
     plain = module.forward
-    gather: Any = _Gathered.apply
-    module.forward = lambda x: gather(plain(cutter.copied(x)), cutter.group, cut.sizes)
+    how: dict[str, Any] = {"group": cutter.group, "sizes": cut.sizes}
+    gather, part = partial(_gather, **how), partial(_own_part, **how)
+    module.forward = lambda x: _applied(plain(cutter.copied(x)), gather, part)
 
 
 def _keep_outputs(cutter: _Cutter, module: Any, path: str) -> Cut:
     """Keep some of the outputs of a linear layer."""
     cut = cutter.keep(module, path, "weight", 0)
-    assert cut is not None
-    cutter.keep(module, path, "bias", 0)
+    if module.bias is not None:
+        cutter.keep(module, path, "bias", 0)
     module.out_features = cut.sizes[cutter.rank]
     return cut
 
@@ -295,12 +268,11 @@ def _keep_outputs(cutter: _Cutter, module: Any, path: str) -> Cut:
 def rowwise(cutter: _Cutter, module: Any, path: str) -> None:
     """Give each process some of the inputs; the products are summed."""
     cut = cutter.keep(module, path, "weight", 1)
-    assert cut is not None
     module.in_features = cut.sizes[cutter.rank]
 
     def forward(x: Tensor) -> Tensor:
         # A copy is summed: selective checkpointing keeps the product, and sums it again.
-        products = cutter.summed(F.linear(x, module.weight).clone())
+        products = add_up(F.linear(x, module.weight).clone(), cutter.group)
         return products if module.bias is None else products + module.bias  # once, not on each
 
     module.forward = forward
@@ -309,16 +281,15 @@ def rowwise(cutter: _Cutter, module: Any, path: str) -> None:
 def rowwise_split_input(cutter: _Cutter, module: Any, path: str) -> None:
     """As rowwise, of an input that all processes have whole."""
     rowwise(cutter, module, path)
-    plain = module.forward
-    take: Any = _Parted.apply
-    sizes = cutter.cuts[f"{path}.weight"].sizes
-    module.forward = lambda x: plain(take(x, cutter.group, sizes))
+    plain, sizes = module.forward, cutter.cuts[f"{path}.weight"].sizes
+    how: dict[str, Any] = {"group": cutter.group, "sizes": sizes}
+    gather, part = partial(_gather, **how), partial(_own_part, **how)
+    module.forward = lambda x: plain(_applied(x, part, gather))
 
 
 def embedding_rowwise(cutter: _Cutter, module: Any, path: str) -> None:
     """Give each process some of the rows."""
     cut = cutter.keep(module, path, "weight", 0)
-    assert cut is not None
     first, count, plain = cut.first(cutter.rank), cut.sizes[cutter.rank], module.forward
     if module.padding_idx is not None:
         # It has no gradient, and moves with the rows: else another row would have none.
@@ -327,7 +298,8 @@ def embedding_rowwise(cutter: _Cutter, module: Any, path: str) -> None:
 
     def forward(ids: Tensor) -> Tensor:
         here = (ids >= first) & (ids < first + count)
-        return cutter.summed(plain(torch.where(here, ids - first, 0)) * here.unsqueeze(-1))
+        rows = plain(torch.where(here, ids - first, 0)) * here.unsqueeze(-1)
+        return add_up(rows, cutter.group)
 
     module.forward = forward
 
@@ -350,14 +322,13 @@ def replicated_with_grad_allreduce(cutter: _Cutter, module: Any, _path: str) -> 
 
 # The parameters of a module that each style cuts, and along which axis.
 _OUTPUTS, _INPUTS = {"weight": 0, "bias": 0}, {"weight": 1}
-_AXES = {
+_LINEAR = {
     "colwise": _OUTPUTS,
     "colwise_gather_output": _OUTPUTS,
     "rowwise": _INPUTS,
     "rowwise_split_input": _INPUTS,
-    "embedding_rowwise": {"weight": 0},
 }
-_LINEAR = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
+_AXES = {**_LINEAR, "embedding_rowwise": {"weight": 0}}
 _STYLES: dict[str, Callable[[_Cutter, Any, str], None]] = {
     "colwise": colwise,
     "colwise_gather_output": colwise_gather_output,

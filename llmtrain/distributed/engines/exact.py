@@ -140,9 +140,8 @@ class ExactEngine(TorchEngine):
         yield
         self._end(last=last)
 
-    @abstractmethod
     def _begin(self, *, last: bool) -> None:
-        """Prepare for the backward of a group."""
+        """Prepare for the backward of a group; nothing, where torch reduces each by itself."""
 
     @abstractmethod
     def _end(self, *, last: bool) -> None:
@@ -399,9 +398,6 @@ class ShardedExactEngine(ExactEngine):
 
     def _totals(self) -> Sequence[Totals]:
         return [one.totals for one in self._exchanges if one.totals is not None]
-
-    def _begin(self, *, last: bool) -> None:
-        """See `ExactEngine`. torch reduces each group by itself."""
 
     def _end(self, *, last: bool) -> None:
         for parameter in self._parameters:

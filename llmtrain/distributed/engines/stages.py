@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ def cut(model: Any, anatomy: Anatomy, mine: Sequence[range]) -> Passage:
     placeholders = [_Elsewhere(passage, n, one, anatomy.tuples) for n, one in enumerate(blocks)]
     held = {number for one in mine for number in one}
     modules = [one if n in held else placeholders[n] for n, one in enumerate(blocks)]
-    _put(model, anatomy.blocks, _Blocks(modules, placeholders, passage))
+    model.set_submodule(anatomy.blocks, _Blocks(modules, placeholders, passage))
     if 0 not in held:
         # A head that is tied to the embedding keeps it, and so the name of its weight.
         is_last = len(blocks) - 1 in held
@@ -139,10 +139,10 @@ def cut(model: Any, anatomy: Anatomy, mine: Sequence[range]) -> Passage:
         for name, width in anatomy.before.items():
             part = model.get_submodule(name)
             if not tied & _ids_of([part]):
-                _put(model, name, _Nothing(width, next(part.parameters()).dtype))
+                model.set_submodule(name, _Nothing(width, next(part.parameters()).dtype))
     if len(blocks) - 1 not in held:
         for name in anatomy.after:
-            _put(model, name, _Nothing())
+            model.set_submodule(name, _Nothing())
     return passage
 
 
@@ -255,14 +255,12 @@ def anatomy_of(model: Any) -> Anatomy:
         calls.append("")
         tuples = isinstance(output, tuple)
 
-    hooks = [part.register_forward_hook(seen(of)) for of, part in outer.items()]
-    hooks += [one.register_forward_hook(block) for one in blocks]
-    try:
-        with torch.no_grad():
-            model(_ids(model), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for of, part in outer.items():
+            hooks.enter_context(part.register_forward_hook(seen(of)))
+        for one in blocks:
+            hooks.enter_context(one.register_forward_hook(block))
+        model(_ids(model), use_cache=False)
     if calls.count("") != len(blocks):
         raise CannotCutError("its blocks are not run once each")
     start, end = calls.index(""), len(calls) - calls[::-1].index("")
@@ -304,8 +302,3 @@ def _outside(model: nn.Module, blocks: str) -> Iterator[tuple[str, nn.Module]]:
 def _ids(model: Any) -> Tensor:
     vocabulary: int = model.config.get_text_config().vocab_size
     return torch.arange(_TOKENS)[None] % vocabulary
-
-
-def _put(root: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(root.get_submodule(owner), leaf, module)

@@ -141,12 +141,10 @@ def write_data(
 
 def _tell_of_template(end: JsonMapping) -> None:
     """Log what the template puts between a prompt and an answer. end: `ChatFacts.end_of_turn`"""
-    if end.get("lead"):
-        message = "the template puts %r before an answer: it ends every prompt and is not trained"
-        _log.info(message, end["lead"])
-    if end.get("header"):
-        message = "the template puts %r before an answer: it is trained like the answer"
-        _log.info(message, end["header"])
+    how = {"lead": "ends every prompt and is not trained", "header": "is trained like the answer"}
+    for part, what in how.items():
+        if end.get(part):
+            _log.info("the template puts %r before an answer: it %s", end[part], what)
 
 
 def _why_apart(config: Config, tokenizer: Path, base: Base | None) -> str:

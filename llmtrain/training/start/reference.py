@@ -118,52 +118,47 @@ def _settle(
     accepted = is_accepted(KEY, config.checkpoint.accept_changes)
     # A loss before may have had none.
     digest = resume_point.state.get("reference") if resume_point else None
-    if path.exists():
-        try:
-            column = reference.load(path)
-            why = _made_with_others(column, made_with)
-            if digest is not None and not column.continues(digest):
-                why = f"is another one: its digest is {column.digest}, not {digest}"
-        except DamagedColumnError as error:
-            why = f"is damaged ({error})"
-        if why is None:
-            return
-        if digest is not None and not accepted:
-            expected = f"the reference that this run began with; the file {why}"
-            remedy = f"put it back, or {way_out(KEY)}: it is computed again"
-            raise UserError(Problem(str(path), None, expected, remedy))
-        _log.warning("%s %s, and is made again", path, why)
-        path.unlink()
-    elif digest is not None and not accepted:
-        expected = "the reference that this run began with; the file is gone"
+    found = _fitting(path, made_with, digest) if (there := path.exists()) else "is gone"
+    if isinstance(found, Column):
+        return
+    if digest is not None and not accepted:
+        expected = f"the reference that this run began with; the file {found}"
         remedy = f"put it back, or {way_out(KEY)}: it is computed again"
         raise UserError(Problem(str(path), None, expected, remedy))
+    if there:
+        _log.warning("%s %s, and is made again", path, found)
+        path.unlink()
     if config.preference.reference != "start":
         _of_other_run(Path(config.preference.reference), made_with).save(path)
 
 
-def _made_with_others(column: Column, made_with: JsonMapping) -> str | None:
+def _fitting(path: Path, made_with: JsonMapping, digest: str | None = None) -> Column | str:
+    """Return the column in a file, or why it is not one that was made with this.
+
+    digest: of what it has grown out of; None = of anything
+    """
+    try:
+        column = reference.load(path)
+    except DamagedColumnError as error:
+        return f"is damaged ({error})"
+    if digest is not None and not column.continues(digest):
+        return f"is another one: its digest is {column.digest}, not {digest}"
     for name, value in made_with.items():
         if (other := column.made_with.get(name)) != value:
             return f"was made with another {name}: {other}, not {value}"
-    return None
+    return column
 
 
 def _of_other_run(place: Path, made_with: JsonMapping) -> Column:
     """Return the column of another run, which says nothing of the data of this one."""
-    path = place / contents.REFERENCE
-    problem, remedy = "", f"{KEY}=start, which computes one"
     try:
-        column = reference.load(path)
-        problem = _made_with_others(column, made_with) or ""
-    except DamagedColumnError as error:
-        problem = f"is damaged ({error})"
+        found = _fitting(place / contents.REFERENCE, made_with)
     except OSError:
-        problem = f"has no {contents.REFERENCE}"
-    if problem:
-        expected = f"start, or a run whose reference was made with the same weights; it {problem}"
-        raise UserError(Problem(KEY, str(place), expected, remedy))
-    return replace(column, walked={})
+        found = f"has no {contents.REFERENCE}"
+    if isinstance(found, str):
+        expected = f"start, or a run whose reference was made with the same weights; it {found}"
+        raise UserError(Problem(KEY, str(place), expected, f"{KEY}=start, which computes one"))
+    return replace(found, walked={})
 
 
 def with_reference(run: Run, wanted: Wanted | None) -> Run:
