@@ -54,8 +54,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     named = list(model.named_parameters(remove_duplicate=False))
     names = [name for name, _ in named]
     unmatched = [pattern for pattern in patterns if not any(fnmatchcase(n, pattern) for n in names)]
-    if unmatched:
-        raise UserError(*(no_match(_FREEZE, pattern, names) for pattern in unmatched))
+    raise_any(no_match(_FREEZE, pattern, names) for pattern in unmatched)
     frozen = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if {id(p) for p in frozen} == {id(p) for _, p in named}:
         asked = ", ".join(patterns)

@@ -284,6 +284,8 @@ class Engine(Protocol):
 class TorchEngine(Engine):
     """DDP, FSDP2, HSDP, and one process without wrapping."""
 
+    _adds_up = False  # whether it adds up gradients over replicas itself, in place of DDP
+
     def __init__(
         self,
         accelerator: Accelerator,
@@ -307,26 +309,21 @@ class TorchEngine(Engine):
         Raises UserError for a model that this strategy does not support.
         """
         self._bare = model
-        self._model = self._wrapped(module, optimizer)
+        if self._sharding:
+            self._model = fsdp.prepare(module, optimizer, self._sharding)
+        elif self._adds_up:
+            self._model = self._accelerator.prepare_model(module, evaluation_mode=True)
+        elif self.cuts:
+            self._model = self._replicated(module)
+        else:
+            module = with_common_statistics(module, self._accelerator)
+            self._model = self._accelerator.prepare(module, optimizer)[0]
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
         self._counted = self._counted_parameters()
         self._fused = all(group.get("fused") for group in groups)
         self._scale: Tensor | None = None  # by which the optimizer divides the gradients
         return self._model
-
-    def _wrapped(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        if self._sharding:
-            return fsdp.prepare(module, optimizer, self._sharding)
-        prepared: nn.Module
-        if self._groups.pipeline is not None:  # whose engine adds up gradients itself
-            prepared = self._accelerator.prepare_model(module, evaluation_mode=True)
-        elif self.cuts:
-            prepared = self._replicated(module)
-        else:
-            module = with_common_statistics(module, self._accelerator)
-            prepared = self._accelerator.prepare(module, optimizer)[0]
-        return prepared
 
     def _replicated(self, module: nn.Module) -> nn.Module:
         """Wrap the module of a cut model in DDP over the ranks that hold the same part of it.

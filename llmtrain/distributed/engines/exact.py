@@ -130,7 +130,12 @@ class ExactEngine(TorchEngine):
         prepared = super().prepare(module, model, optimizer)
         self._groups_added = 0
         self._names = {id(p): name for name, p in model.named_parameters()}
+        self._make_totals(prepared)
         return prepared
+
+    @abstractmethod
+    def _make_totals(self, module: nn.Module) -> None:
+        """Make what adds up the gradients of a prepared module."""
 
     @contextmanager
     def micro(self, *, last: bool) -> Iterator[None]:
@@ -267,24 +272,15 @@ class ReplicatedExactEngine(ExactEngine):
     What no group of a step has used has a gradient of zero.
     """
 
-    def _wrapped(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        if self._sharding:  # which on one process reduces nothing
-            return fsdp.prepare(module, optimizer, self._sharding)
-        prepared: nn.Module = self._accelerator.prepare_model(module, evaluation_mode=True)
-        return prepared
+    _adds_up = True  # FSDP2 on one process reduces nothing
 
-    def prepare(
-        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> nn.Module:
-        """See `Engine.prepare`."""
-        prepared = super().prepare(module, model, optimizer)
+    def _make_totals(self, module: nn.Module) -> None:
         self._buckets = self._filled_buckets()
         self._last, self._sent, self._works = False, 0, list[Any]()
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 arrived = partial(self._arrived, bucket)
                 parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # no stub
-        return prepared
 
     def _filled_buckets(self) -> list[GradientBucket]:
         """Divide the parameters, the last ones of the model first, whose gradients come first."""
@@ -380,21 +376,16 @@ class Exchange:
 class ShardedExactEngine(ExactEngine):
     """FSDP2 on several processes."""
 
-    def prepare(
-        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> nn.Module:
-        """See `Engine.prepare`."""
-        prepared = super().prepare(module, model, optimizer)
+    def _make_totals(self, module: nn.Module) -> None:
         self._exchanges: list[Exchange] = []
         self._held: dict[int, Tensor] = {}  # id of a parameter → its gradient, in `rounded`
-        for part in prepared.modules():
+        for part in module.modules():
             if isinstance(part, FSDPModule):
                 self._exchanges.append(Exchange(self._layout.world_size))
                 exchange: Any = self._exchanges[-1]  # torch does not export the class of it
                 part.set_custom_reduce_scatter(exchange)
                 part.set_force_sum_reduction_for_comms(True)
                 part.set_gradient_divide_factor(1.0)
-        return prepared
 
     def _totals(self) -> Sequence[Totals]:
         return [one.totals for one in self._exchanges if one.totals is not None]

@@ -35,6 +35,7 @@ from llmtrain import system
 from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import fsdp, stages, state
 from llmtrain.distributed.engines.engine import TorchEngine, begin_micro_batch, trained_loss
+from llmtrain.distributed.engines.sequence import compile_problems, router_problems
 from llmtrain.distributed.plan.balance import can_fill, parts_of
 from llmtrain.distributed.ranks import add_from_peer
 from llmtrain.errors import Problem
@@ -58,13 +59,8 @@ def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator
     if config.adapter.kind == "qlora":
         expected = f"lora or none {with_it}: weights in four bits are not sent"
         yield Problem("adapter.kind", "qlora", expected, "adapter.kind=lora")
-    if (compiled := config.training.compile) not in ("auto", "off"):
-        expected = f"off {with_it}, whose stages are not compiled"
-        yield Problem("training.compile", compiled, expected, "training.compile=auto")
-    if getattr(described, "output_router_logits", False):
-        expected = f"false {with_it}: the loss of a router is one of all blocks together"
-        remedy = "model.config.output_router_logits=false"
-        yield Problem("model.config.output_router_logits", True, expected, remedy)
+    yield from compile_problems(config, with_it, "stages")
+    yield from router_problems(described, with_it, "blocks together")
     blocks, total = described.num_hidden_layers, cut.pipeline * cut.stages
     if total > blocks:
         most = max(1, blocks // cut.stages)
@@ -109,6 +105,8 @@ def trained_problems(shape: ModelShape, cut: ModelCut, seq_len: int) -> Iterator
 
 class PipelineEngine(TorchEngine):
     """DDP, FSDP2 and HSDP between pipelines."""
+
+    _adds_up = True
 
     def cut_into_stages(
         self,

@@ -43,9 +43,7 @@ def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator
         others = f"{cut.tensor} × {cut.pipeline} (tensor × pipeline parallelism)"
         expected = f"1 beside {others}: they are not tried together"
         yield Problem(KEY, size, expected, f"{KEY}=1")
-    if (compiled := config.training.compile) not in ("auto", "off"):
-        expected = f"off with {KEY} = {size}, whose exchanges are not compiled"
-        yield Problem("training.compile", compiled, expected, "training.compile=auto")
+    yield from compile_problems(config, f"with {KEY} = {size}", "exchanges")
     seq_len = config.data.seq_len
     if seq_len % size:
         expected = f"a multiple of the {size} processes that share each row"
@@ -57,13 +55,23 @@ def problems(config: Config, model: PreTrainedConfig, cut: ModelCut) -> Iterator
         fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         expected = f"a divisor of the {heads} query heads, of which each process computes a share"
         yield Problem(KEY, size, expected, ", ".join(fitting))
+    of_all = "positions of a micro-batch, and no process has them"
+    yield from router_problems(described, f"with {KEY} = {size}", of_all)
+
+
+def compile_problems(config: Config, with_it: str, what: str) -> Iterator[Problem]:
+    """Yield the problem of a model that is cut, of which something cannot be compiled."""
+    if (compiled := config.training.compile) not in ("auto", "off"):
+        expected = f"off {with_it}, whose {what} are not compiled"
+        yield Problem("training.compile", compiled, expected, "training.compile=auto")
+
+
+def router_problems(described: PreTrainedConfig, with_it: str, of_all: str) -> Iterator[Problem]:
+    """Yield the problem of a router's loss where a model is cut. described: that of its text"""
     if getattr(described, "output_router_logits", False):
-        expected = (
-            f"false with {KEY} = {size}: the loss of a router is one of all positions of a "
-            "micro-batch, and no process has them"
-        )
-        remedy = "model.config.output_router_logits=false"
-        yield Problem("model.config.output_router_logits", True, expected, remedy)
+        key = "model.config.output_router_logits"
+        expected = f"false {with_it}: the loss of a router is one of all {of_all}"
+        yield Problem(key, True, expected, f"{key}=false")
 
 
 def refusal(reason: str, cut: ModelCut) -> Iterator[Problem]:

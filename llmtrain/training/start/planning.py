@@ -268,9 +268,7 @@ def cut_problems(
         if (optimizer := config.optimizer.name) != "adamw":
             expected = f"adamw {with_it}: {optimizer} needs whole matrices"
             yield Problem("optimizer.name", optimizer, expected, f"{tensor.KEY}=1")
-        if (compiled := config.training.compile) not in ("auto", "off"):
-            expected = f"off {with_it}, whose exchanges are not compiled"
-            yield Problem("training.compile", compiled, expected, "training.compile=auto")
+        yield from sequence.compile_problems(config, with_it, "exchanges")
         if kernel == "torch":
             expected = f"chunked or logits {with_it}: torch's kernel takes the whole head alone"
             if config.training.loss_kernel == "auto":
