@@ -225,7 +225,7 @@ class LossModule(nn.Module):
         self._scores = is_scorer(model.config)
         if (layer := score_layer(model)) is not None:
             widen(layer)
-        self._pass_on: PassOn = _nothing
+        self._pass_on: PassOn = lambda _decoder, _ids, _keywords: None
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 # It looks for padding in the ids, as in GPT-2: a GPU would be waited for.
@@ -439,10 +439,6 @@ class LossModule(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output head of the model; None if rows of it are trained apart."""
         return _bare(self.model.get_output_embeddings())
-
-
-def _nothing(_decoder: nn.Module, _ids: Tensor, _keywords: dict[str, Any]) -> None:
-    """Pass nothing on, as the last stage, or a model that has no stages."""
 
 
 def _bare(module: nn.Module | None) -> nn.Module | None:

@@ -258,22 +258,16 @@ def arrange(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
     if config.name == "muon" and not any(algorithm == "muon" for _, algorithm, _ in members):
         expected = "adamw for a model whose trainable parameters include no matrix inside of it"
         raise UserError(Problem("optimizer.name", "muon", expected, "optimizer.name=adamw"))
-    return [_group(config, *key, members[key]) for key in sorted(members)]  # the decayed ones first
-
-
-def _group(
-    config: OptimizerConfig,
-    entry: int,
-    algorithm: Algorithm,
-    undecayed: bool,
-    parameters: Sequence[Parameter],
-) -> ParameterGroup:
-    rate, decay = config.learning_rate, 0.0 if undecayed else config.weight_decay
-    if entry != _DEFAULT:
-        asked = config.groups[entry]
-        rate = rate if asked.learning_rate is None else asked.learning_rate
-        decay = decay if asked.weight_decay is None else asked.weight_decay
-    return ParameterGroup(algorithm, rate, decay, parameters)
+    groups = []
+    for entry, algorithm, undecayed in sorted(members):  # the decayed ones first
+        rate, decay = config.learning_rate, 0.0 if undecayed else config.weight_decay
+        if entry != _DEFAULT:
+            asked = config.groups[entry]
+            rate = rate if asked.learning_rate is None else asked.learning_rate
+            decay = decay if asked.weight_decay is None else asked.weight_decay
+        parameters = members[entry, algorithm, undecayed]
+        groups.append(ParameterGroup(algorithm, rate, decay, parameters))
+    return groups
 
 
 def _entries(named: Sequence[Sequence[str]], groups: Sequence[GroupConfig]) -> list[int]:

@@ -87,14 +87,19 @@ def hiding_attention(
     """Return what hides documents in this run, as for `document_tensors`, tried on every rank.
 
     Returns None if there is nothing to hide: documents may attend to each other, or each has a
-    block of its own. Raises UserError as `find_hiding` and `check_padding` do.
+    block of its own. Raises UserError as `find_hiding` and `check_padding` do, and unless processes
+    that share the rows of the model can do so.
 
     model: the bare model
     prepared: the module that the engine made of it
     """
+    forward = _forward(model, prepared, precision, launched)
+    if launched.groups.sequence is not None:
+        with launched.engine.evaluating(), uncompiled():
+            reason = why_not_in_parts(model, forward, precision, launched, manifest.seq_len)
+        agreed(launched.ranks, lambda: raise_any(sequence.refusal(reason, launched.cut)))
     if not manifest.document_mask:
         return None
-    forward = _forward(model, prepared, precision, launched)
     tried = (model, forward, launched.device, precision, manifest.seq_len)
 
     def check() -> str | None:
@@ -117,27 +122,13 @@ def _forward(
     return partial(prepared, all_logits=True)
 
 
-def check_parts(
-    model: PreTrainedModel,
-    prepared: nn.Module,
-    manifest: DataManifest,
-    precision: str,
-    launched: Launched,
-) -> None:
-    """Raise UserError unless processes can share the rows of a model. Arguments as above."""
-    with launched.engine.evaluating(), uncompiled():
-        forward = _forward(model, prepared, precision, launched)
-        reason = why_not_in_parts(model, forward, precision, launched, manifest.seq_len)
-    agreed(launched.ranks, lambda: raise_any(sequence.refusal(reason, launched.cut)))
-
-
 def why_not_in_parts(
     model: PreTrainedModel, forward: Forward, precision: str, launched: Launched, seq_len: int
 ) -> str:
     """Return why processes cannot share the rows of a model; "" if they can. Collective.
 
     model: the bare model, in evaluation mode without gradients; its attention exchanges
-    forward: as for `check_documents_apart`
+    forward: as for `find_hiding`
 
     The logits of parts of rows, each at its positions, are compared with those of whole rows.
     """
@@ -173,22 +164,32 @@ def find_hiding(
     """Return what hides documents from each other: the model's attention, or joined rows.
 
     Kernels of state-space and linear attention layers take the borders of documents on CUDA, if
-    they are installed. Raises UserError and takes arguments as `check_documents_apart` does.
+    they are installed. Raises UserError unless documents packed into rows get the same logits as
+    alone.
+
+    model: the bare model, with its attention installed, in evaluation mode without gradients
+    forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
+    chat: whether the documents are conversations, which always are hidden from each other
+
+    Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
+    rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
+    module, which is collective: every rank makes the same number of forwards.
     """
-    try:
-        check_documents_apart(model, forward, device, precision, seq_len, chat=chat)
-    except UserError:
-        if device.type not in _BORDERS:
-            raise
+    tried = (model, forward, device, precision, seq_len)
+    if not (seen := what_is_seen(*tried)):
+        return backend(model)
+    if device.type in _BORDERS:
         try:
-            seen = what_is_seen(model, forward, device, precision, seq_len, JOINED)
+            if not what_is_seen(*tried, JOINED):
+                return JOINED
         except (RuntimeError, TypeError, ValueError) as error:  # its layers do not take borders
             _log.debug("rows are not joined: %s", error)
-            seen = str(error)
-        if seen:
-            raise
-        return JOINED
-    return backend(model)
+    _refuse_length(model, seq_len, seen)
+    expected = f"a model that can hide documents from each other: {seen}"
+    remedy = "data.packing=single"
+    if not chat:
+        remedy = f"data.document_mask=false with data.packing=concat, or {remedy}"
+    raise UserError(Problem("data.document_mask", True, expected, remedy))
 
 
 def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -> Forward:
@@ -204,34 +205,6 @@ def bare_forward(model: PreTrainedModel, device: torch.device, precision: str) -
             return outputs(model, input_ids, **model_keywords(**documents)).float()
 
     return forward
-
-
-def check_documents_apart(
-    model: PreTrainedModel,
-    forward: Forward,
-    device: torch.device,
-    precision: str,
-    seq_len: int,
-    *,
-    chat: bool = False,
-) -> None:
-    """Raise UserError unless documents packed into rows get the same logits as alone.
-
-    model: the bare model, with its attention installed, in evaluation mode without gradients
-    forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
-    chat: whether the documents are conversations, which always are hidden from each other
-
-    Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
-    rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
-    module, which is collective: every rank makes the same number of forwards.
-    """
-    if seen := what_is_seen(model, forward, device, precision, seq_len):
-        _refuse_length(model, seq_len, seen)
-        expected = f"a model that can hide documents from each other: {seen}"
-        remedy = "data.packing=single"
-        if not chat:
-            remedy = f"data.document_mask=false with data.packing=concat, or {remedy}"
-        raise UserError(Problem("data.document_mask", True, expected, remedy))
 
 
 def _refuse_length(model: PreTrainedModel, seq_len: int, seen: str) -> None:
@@ -259,7 +232,7 @@ def what_is_seen(
     """Return how documents that are packed into rows see each other; "" if they do not.
 
     name: as for `document_tensors`; None = the model's attention. For the others see
-        `check_documents_apart`.
+        `find_hiding`.
     """
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2]), _ONE]
@@ -305,7 +278,7 @@ def check_padding(
 ) -> None:
     """Raise UserError unless a document gets the same logits with padding behind it as alone.
 
-    The arguments are those of `check_documents_apart`. A causal model does not see what is behind a
+    The arguments are those of `find_hiding`. A causal model does not see what is behind a
     position, so this finds models that choose something by a whole row or micro-batch.
     """
     size = min(_TOKENS, seq_len)

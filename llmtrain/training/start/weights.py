@@ -105,8 +105,6 @@ def build_model(
     prepared = _prepare(config, built, processes, optimizer)
     launched.engine.create_state()
     precision = processes.auto.run["precision"]
-    if group is not None:
-        trials.check_parts(built.model, prepared, data, precision, launched)
     hiding = trials.hiding_attention(built.model, prepared, data, precision, launched)
     trial = _trial(config, built.model, prepared, launched, hiding, compiled, data)
     micro_batch_size = _micro_batch_size(config.training, processes, trial)

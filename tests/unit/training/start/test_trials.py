@@ -17,7 +17,7 @@ from llmtrain.metrics import memory
 from llmtrain.model import attention
 from llmtrain.model.attention import JOINED
 from llmtrain.training.start import trials
-from llmtrain.training.start.trials import Trial, bare_forward, check_documents_apart, find_hiding
+from llmtrain.training.start.trials import Trial, bare_forward, find_hiding
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
@@ -54,7 +54,7 @@ def check(model, precision="fp32", seq_len=SEQ_LEN):
     forward = bare_forward(model, CPU, precision)
     model.eval()
     with torch.no_grad():
-        check_documents_apart(model, forward, CPU, precision, seq_len)
+        find_hiding(model, forward, CPU, precision, seq_len)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
