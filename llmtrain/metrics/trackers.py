@@ -29,7 +29,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -257,20 +257,17 @@ def _open_trackio(case: Case, failed: Callable[[str], None]) -> OpenTracker:
     return OpenTracker(_Trackio(run, failed), run.url or str(trackio.utils.TRACKIO_DIR))
 
 
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
+def _variable(name: str, value: str) -> AbstractContextManager[None]:
     """Set a variable for a while, unless it is set.
 
     trackio reads TRACKIO_DIR when it is imported: later runs of a process share that directory.
     """
-    if os.environ.get(name):
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    from accelerate.utils import patch_environment
+
+    setting: AbstractContextManager[None] = patch_environment(
+        **{name: os.environ.get(name) or value}
+    )
+    return setting
 
 
 @contextmanager

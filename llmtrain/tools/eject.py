@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -62,13 +62,7 @@ class Ejected:
 
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain eject --json` prints."""
-        return {
-            "program": str(self.program),
-            "tokens": str(self.tokens),
-            "steps": self.steps,
-            "lines": self.lines,
-            "token_bytes": self.token_bytes,
-        }
+        return {**asdict(self), "program": str(self.program), "tokens": str(self.tokens)}
 
 
 def eject(config: Config, out: Path, steps: int | None = None) -> Ejected:
@@ -119,11 +113,12 @@ def open_alone(config: Config) -> Iterator[Run]:
     What an earlier start of the config's run has made or chosen holds for this one, too. Nothing is
     written to that run.
     """
+    from accelerate.utils import patch_environment
+
     from llmtrain.training.start.open import start_run
 
     run_dir = config.run_dir if config.run_dir.is_dir() else None
-    before = os.environ.get("ACCELERATE_USE_CPU")
-    with scratch_copy(run_dir) as folder:
+    with scratch_copy(run_dir) as folder, patch_environment(ACCELERATE_USE_CPU="true"):
         if (config.run_dir / contents.AUTO).is_file():
             shutil.copyfile(config.run_dir / contents.AUTO, folder / contents.AUTO)
         update = {
@@ -135,16 +130,11 @@ def open_alone(config: Config) -> Iterator[Run]:
             name: getattr(config, name).model_copy(update=values) for name, values in update.items()
         }
         logging.disable(logging.INFO)  # a start describes a run that nobody sees
-        os.environ["ACCELERATE_USE_CPU"] = "true"
         try:
             with start_run(config.model_copy(update=sections)) as run:
                 yield run
         finally:
             logging.disable(logging.NOTSET)
-            if before is None:
-                del os.environ["ACCELERATE_USE_CPU"]
-            else:
-                os.environ["ACCELERATE_USE_CPU"] = before
 
 
 def first_blocks(run: Run, steps: int) -> dict[str, Tensor]:
