@@ -135,6 +135,19 @@ def download(name: str, revision: str | None) -> Path:
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        directory = snapshot_download(
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
+        )
+    except refusals() as error:
+        raise UserError(Problem(KEY, name, f"{_EXPECTED}: {first_line(error)}")) from error
+    return Path(directory)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the errors with which the Hub refuses, or cannot be reached."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
         HfHubHTTPError,
         HFValidationError,
@@ -142,15 +155,7 @@ def download(name: str, revision: str | None) -> Path:
         RevisionResolutionError,
     )
 
-    refusals = (HfHubHTTPError, HFValidationError, RevisionResolutionError, HTTPError, OSError)
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-    try:
-        directory = snapshot_download(
-            name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]
-        )
-    except refusals as error:
-        raise UserError(Problem(KEY, name, f"{_EXPECTED}: {first_line(error)}")) from error
-    return Path(directory)
+    return HfHubHTTPError, HFValidationError, RevisionResolutionError, HTTPError, OSError
 
 
 def _best(given: str, place: look.CheckpointPath) -> str:

@@ -30,7 +30,7 @@ from llmtrain.errors import Problem, RunError, UserError
 from llmtrain.model.untrusted import ADAPTER_CONFIG
 from llmtrain.rundir import contents
 from llmtrain.text import first_line
-from llmtrain.tools.use.target import Target
+from llmtrain.tools.use.target import Target, refusals
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def check_repository(name: str) -> None:
         private = _api().model_info(name).private
     except RepositoryNotFoundError:
         return
-    except _refusals() as error:
+    except refusals() as error:
         raise UserError(Problem(KEY, name, _expected(error))) from error
     if not private:
         raise UserError(Problem(KEY, name, "a private repository, or one that does not exist yet"))
@@ -185,7 +185,7 @@ def upload(directory: Path, name: str) -> str:
         api = _api()
         made = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=made.repo_id, folder_path=directory)
-    except _refusals() as error:
+    except refusals() as error:
         remedy = f"the export is complete: hf upload {name} {directory} uploads it"
         raise UserError(Problem(KEY, name, _expected(error), remedy)) from error
     return str(made)
@@ -195,16 +195,6 @@ def _api() -> HfApi:
     from huggingface_hub import HfApi
 
     return HfApi(token=os.environ[_TOKEN])
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-    )
-
-    return HfHubHTTPError, HFValidationError, HTTPError, OSError
 
 
 def _expected(error: Exception) -> str:
