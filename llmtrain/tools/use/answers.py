@@ -56,18 +56,6 @@ _POSITIONS = 8192  # of a batch, padding included; a single pair may have more
 
 
 @dataclass(frozen=True, slots=True)
-class AnswersOfFile:
-    """Pairs of answers as tokens.
-
-    pairs: the shortest first
-    left_out: how many were too long for the model
-    """
-
-    pairs: Sequence[Encoded]
-    left_out: int
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """How the answers of pairs were compared.
 
@@ -107,7 +95,7 @@ def compare_answers(
     with TemporaryDirectory(prefix="llmtrain-") as folder:
         place = Path(folder)
         save_tokenizer(str(run / contents.TOKENIZER if run else target.directory), None, place)
-        answers = read_answers(given, place, opened.positions, chat, asked)
+        answers, left_out = read_answers(given, place, opened.positions, chat, asked)
     sums, known = score_answers(opened, answers, asked, on_progress), None
     if reference is not None:
         ids = opened.tokenizer(list(PROBES), add_special_tokens=False).input_ids
@@ -120,18 +108,19 @@ def compare_answers(
         known = score_answers(other, answers, asked, on_progress)
     figures = replace(_figures(answers, sums, known, asked), seconds=perf_counter() - start)
     named = None if reference is None else str(reference)
-    return figures, Comparison(asked.loss, asked.beta, named, answers.left_out)
+    return figures, Comparison(asked.loss, asked.beta, named, left_out)
 
 
 def read_answers(
     given: str, tokenizer: Path, positions: int, chat: ChatConfig, preference: PreferenceConfig
-) -> AnswersOfFile:
-    """Read the pairs of a file, directory or data set.
+) -> tuple[Sequence[Encoded], int]:
+    """Read the pairs of a file, directory or data set, and count those too long for the model.
 
     tokenizer: directory with it and its chat template
     positions: the most tokens of an answer with its prompt
 
-    Raises UserError for rows that are no pairs, unless `chat.bad_rows` is skip.
+    Returns the pairs as tokens, the shortest first, and how many were left out. Raises UserError
+    for rows that are no pairs, unless `chat.bad_rows` is skip.
     """
     settings, reading, sources = _sources(given, chat, preference)
     tokens = open_tokenizer(tokenizer)
@@ -160,7 +149,7 @@ def read_answers(
         _log.warning("%s: %d rows are no pairs and are left out (chat.bad_rows: skip)", given, bad)
     if not pairs:
         raise UserError(Problem("--data", given, "at least one pair of answers that fits"))
-    return AnswersOfFile(sorted(pairs, key=lambda pair: len(pair.ids)), left_out)
+    return sorted(pairs, key=lambda pair: len(pair.ids)), left_out
 
 
 def has_pairs(given: str) -> bool:
@@ -185,7 +174,7 @@ def _sources(
 
 def score_answers(
     opened: LoadedModel,
-    answers: AnswersOfFile,
+    answers: Sequence[Encoded],
     preference: PreferenceConfig,
     on_progress: OnProgress,
 ) -> np.ndarray:
@@ -201,8 +190,8 @@ def score_answers(
     )
     sums: list[np.ndarray] = []
     with torch.no_grad():
-        for batch in _batches(answers.pairs):
-            on_progress(sum(len(one) for one in sums), len(answers.pairs))
+        for batch in _batches(answers):
+            on_progress(sum(len(one) for one in sums), len(answers))
             (inputs, targets), device = _rows(batch), opened.device
             row: MicroBatch = {"input_ids": on_device(device, inputs)}
             row |= target_keywords(targets, device, whole=False)
@@ -213,7 +202,7 @@ def score_answers(
 
 
 def _figures(
-    answers: AnswersOfFile,
+    answers: Sequence[Encoded],
     sums: np.ndarray,
     reference: np.ndarray | None,
     preference: PreferenceConfig,
@@ -226,14 +215,14 @@ def _figures(
     import torch
 
     known = np.zeros_like(sums) if reference is None else reference
-    sizes = np.array([[half.sum() for half in _trained(one)] for one in answers.pairs], np.float64)
+    sizes = np.array([[half.sum() for half in _trained(one)] for one in answers], np.float64)
     asked = PairTensors(
         lengths=torch.empty(0, dtype=torch.int64),
         sizes=torch.from_numpy(sizes),
         reference=torch.from_numpy(known),
     )
     loss, *others = loss_and_sums(torch.from_numpy(sums), asked, preference).tolist()
-    count, tokens = len(answers.pairs), int(sizes.sum())
+    count, tokens = len(answers), int(sizes.sum())
     return Evaluation(loss / count, None, None, tokens, 0, count, 0.0, pairs=pair_figures(others))
 
 

@@ -243,12 +243,9 @@ def _compare(
 
 def _json(path: Path) -> JsonObject:
     try:
-        document = json.loads(path.read_bytes())
+        return untrusted.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(str(path), None, f"a JSON object ({error})")) from error
-    if not isinstance(document, dict):
-        raise UserError(Problem(str(path), None, "a JSON object"))
-    return document
 
 
 _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")  # as the model types name it
