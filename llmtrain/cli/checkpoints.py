@@ -6,7 +6,6 @@ Only typer is imported here, as in `main.py`.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,9 +21,10 @@ from llmtrain.cli.options import (
     refuse,
     runs,
     show,
+    tell,
 )
 from llmtrain.errors import Problem, UserError
-from llmtrain.text import harmless, size
+from llmtrain.text import size
 
 if TYPE_CHECKING:
     from llmtrain.tools.checkpoints.look import CheckpointRow, Listing, Verified
@@ -132,17 +132,14 @@ def rehearse(
     """Train a few steps straight, the same with a kill and a resume, and compare."""
     from llmtrain.tools.checkpoints import rehearse as tool
 
-    def show_progress(text: str) -> None:
-        print(harmless(text), file=sys.stderr, flush=True)
-
     result: Rehearsal | RehearsedSizes
     if same_bits is not None:
         sizes = _sizes(same_bits, {"--kill-at": kill_at, "--to": to, "--processes": processes})
-        result = tool.rehearse_sizes(config, overrides or [], sizes, show_progress)
+        result = tool.rehearse_sizes(config, overrides or [], sizes, tell)
         lines = sizes_rehearsal(result)
     else:
         at = tool.KILL_AT if kill_at is None else kill_at
-        result = tool.rehearse(config, overrides or [], at, to, processes, show_progress)
+        result = tool.rehearse(config, overrides or [], at, to, processes, tell)
         lines = rehearsal(result)
     show([json.dumps(result.to_json())] if as_json else lines)
     raise typer.Exit(0 if result.same else 2)
@@ -223,20 +220,20 @@ def rehearsal(found: Rehearsal) -> Iterator[str]:
         yield f"files      {len(seen.files)} of weights and optimizer, byte by byte"
     for difference in seen.differences:
         yield f"differs    {difference}"
-    if found.folder is not None:
-        yield f"kept       {found.folder}"
-    verdict = "the same" if found.same else "different"
-    yield f"{verdict}, in {found.seconds:.0f} s"
+    yield from _result(found, "")
 
 
 def sizes_rehearsal(found: RehearsedSizes) -> Iterator[str]:
     """Yield the hash of each number of processes, and whether all are one."""
     for launch, digest in zip(found.launches, found.hashes, strict=True):
         yield f"{launch!s:<21}{digest}"
+    yield from _result(found, f", behind {found.steps} steps")
+
+
+def _result(found: Rehearsal | RehearsedSizes, where: str) -> Iterator[str]:
     if found.folder is not None:
         yield f"kept       {found.folder}"
-    verdict = "the same" if found.same else "different"
-    yield f"{verdict}, behind {found.steps} steps, in {found.seconds:.0f} s"
+    yield f"{'the same' if found.same else 'different'}{where}, in {found.seconds:.0f} s"
 
 
 def _why(row: CheckpointRow, checkpoints: Listing) -> str:

@@ -47,9 +47,7 @@ def inspection(found: Inspection) -> Iterator[str]:
     cut = f"{_mark('documents_cut', found)}{found.documents_cut:.1%}"
     yield f"cut       {cut} of the {found.measured_documents:,} documents {measured}"
     if found.few_steps is not None:
-        first, *rest = wrap(str(found.few_steps), options.WIDTH - 10)
-        yield f"note      {first}"
-        yield from (f"          {line}" for line in rest)
+        yield from options.labelled("note", str(found.few_steps))
     if found.pairs is not None:
         yield from _pairs(found.pairs)
     elif found.sequences is not None:
@@ -112,11 +110,8 @@ def _source(source: SourceFacts) -> Iterator[str]:
     for left, right in zip(cells[::2], cells[1::2], strict=True):
         yield f"{INDENT}{left} {right}".rstrip()
     if source.unread:
-        keys = ", ".join(f"{harmless(key)} ({rows})" for key, rows in sorted(source.unread.items()))
-        for line in wrap(
-            f"not read of its first rows (in how many): {keys}", options.WIDTH - len(INDENT)
-        ):
-            yield INDENT + line
+        keys = ", ".join(f"{key} ({rows})" for key, rows in sorted(source.unread.items()))
+        yield from _lines(f"not read of its first rows (in how many): {keys}")
 
 
 def _block(block: Shown) -> Iterator[str]:

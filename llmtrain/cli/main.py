@@ -17,7 +17,6 @@ import typer
 
 from llmtrain.cli import checkpoints, config, data, options, use
 from llmtrain.errors import NOT_ON_WINDOWS, UserError
-from llmtrain.text import harmless
 
 if TYPE_CHECKING:
     from llmtrain.tools.launch.child import Ended
@@ -254,7 +253,7 @@ def supervise(
     """Run a command; start it again while that may help. Exit code: that of the run."""
     from llmtrain.tools.launch.supervise import supervise as start
 
-    ended = start(command, run, lambda line: print(f"supervise: {harmless(line)}", file=sys.stderr))
+    ended = start(command, run, lambda line: options.tell(f"supervise: {line}"))
     raise typer.Exit(ended.exit_code)
 
 
@@ -306,7 +305,7 @@ app.add_typer(config.app, name="config", rich_help_panel="Look after", help="sho
 def _end(ended: Ended) -> NoReturn:
     """Print the message of a launched run, after its launcher's output, and exit with its code."""
     if ended.message:
-        print(harmless(ended.message, keep="\n"), file=sys.stderr)
+        options.tell(ended.message, keep="\n")
     raise typer.Exit(ended.exit_code)
 
 

@@ -28,7 +28,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from llmtrain import config as config_package, system
 from llmtrain.errors import Problem, raise_any
-from llmtrain.text import harmless
+from llmtrain.text import harmless, wrap
 
 _KEYS = Path(config_package.__file__).with_name("keys.json")
 _ITEM = "*"
@@ -195,6 +195,21 @@ def show(lines: Iterable[str], keep: str = "") -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     for line in lines:
         print(harmless(line, keep))
+
+
+def tell(text: object, keep: str = "") -> None:
+    """Print a text on stderr, at once and with control characters escaped. keep: as for `show`"""
+    print(harmless(str(text), keep), file=sys.stderr, flush=True)
+
+
+LABEL = 10  # columns
+
+
+def labelled(label: str, text: str) -> Iterator[str]:
+    """Yield the label and the text after it; further lines of the text are indented."""
+    for line in wrap(text, WIDTH - LABEL):
+        yield f"{label:<{LABEL}}{line}"
+        label = ""
 
 
 class LogLine(logging.Formatter):

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.cli.options import WIDTH, busy, show
+from llmtrain.cli.options import LABEL, busy, labelled, show
 from llmtrain.distributed.plan.speed import HFU, across_nodes
 from llmtrain.errors import UserError
-from llmtrain.text import duration, short, size, wrap
+from llmtrain.text import duration, short, size
 
 if TYPE_CHECKING:
     from llmtrain.distributed.plan.strategy import PlannedLayout
@@ -27,7 +27,6 @@ _PARTS = {
     "head": "head",
     "reserve": "reserve",
 }
-_LABEL = 10
 _NAME = 16
 
 
@@ -61,7 +60,7 @@ def show_plan(
         return UserError.exit_code
     if write is not None:
         notes = ", in place of the file that was there" * launch_file(planned, write)
-        print(f"{'written':<{_LABEL}}{write}{notes}", file=sys.stderr)
+        print(f"{'written':<{LABEL}}{write}{notes}", file=sys.stderr)
     return 0
 
 
@@ -69,29 +68,29 @@ def plan_lines(found: Plan) -> Iterator[str]:
     """Yield the tables, the choice and its reason, what else it needs, and predicted speeds."""
     shape, hardware, work = found.shape, found.hardware, found.work
     trained = "" if shape.trainable == shape.count else f", {short(shape.trainable)} trained"
-    yield f"{'model':<{_LABEL}}{short(shape.count)} parameters{trained}"
+    yield f"{'model':<{LABEL}}{short(shape.count)} parameters{trained}"
     nodes = f"{hardware.nodes} nodes × " if hardware.nodes > 1 else ""
     several = hardware.devices_per_node > 1
     kind = f"process{'es' * several} on the CPU" if hardware.cpu else f"device{'s' * several}"
     each = f"{hardware.device_bytes / 2**30:.1f} GiB"
     named = f", {hardware.device}" if hardware.device else ""
-    yield from _label("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
+    yield from labelled("devices", f"{nodes}{hardware.devices_per_node} {kind} of {each}{named}")
     for other in found.waiting:
-        yield from _label("", other)
+        yield from labelled("", other)
     yield from _cut(found)
     blocks = f"{found.batch.of(1):,} blocks of {work.seq_len:,} tokens a step"
     blocks += found.batch.later(1)
-    yield from _label("work", f"{blocks}, {work.precision} ({found.precision_why})")
+    yield from labelled("work", f"{blocks}, {work.precision} ({found.precision_why})")
     yield ""
     yield from _memory(found)
     yield ""
     yield from _layouts(found)
     yield ""
-    yield from _label("choice", found.choice.reason)
+    yield from labelled("choice", found.choice.reason)
     yield from _outcome(found)
     one, run = size(found.checkpoint_bytes), size(found.disk_bytes)
     more = "" if found.steps else ", without those of keep_every: how many steps is not known"
-    yield from _label("disk", f"{one} a checkpoint, at most {run} at once in the run{more}")
+    yield from labelled("disk", f"{one} a checkpoint, at most {run} at once in the run{more}")
     yield from _reference(found)
     yield from _speeds(found)
     yield from _duration(found)
@@ -108,9 +107,9 @@ def _cut(plan: Plan) -> Iterator[str]:
     ways = ", ".join(f"{key.replace('_', ' ')} {size}" for key, size in sizes.items())
     count, each = hardware.groups, f"{hardware.cut.processes:,} devices"
     where = f"{count:,} models, each on {each}" if count > 1 else f"one model on {each}"
-    yield from _label("cut", f"{ways}: {where}; computed, not measured")
+    yield from labelled("cut", f"{ways}: {where}; computed, not measured")
     if warned := across_nodes(plan.shape, plan.work, one.layout, hardware):
-        yield from _label("warning", "; ".join(warned))
+        yield from labelled("warning", "; ".join(warned))
 
 
 def _duration(plan: Plan) -> Iterator[str]:
@@ -119,12 +118,12 @@ def _duration(plan: Plan) -> Iterator[str]:
         return
     if plan.seconds is not None:
         why = "at that speed, without evaluations and saves"
-        yield from _label("duration", f"{duration(plan.seconds)} for {plan.steps:,} steps, {why}")
+        yield from labelled("duration", f"{duration(plan.seconds)} for {plan.steps:,} steps, {why}")
     elif plan.steps is None:
         steps = "training.epochs: `llmtrain data inspect` says how many steps an epoch has"
-        yield from _label("duration", f"not known of {steps}")
+        yield from labelled("duration", f"not known of {steps}")
     else:
-        yield from _label("duration", f"not predicted: {plan.steps:,} steps at a speed not known")
+        yield from labelled("duration", f"not predicted: {plan.steps:,} steps at a speed not known")
 
 
 def cost_lines(cost: Cost | None) -> Iterator[str]:
@@ -132,17 +131,17 @@ def cost_lines(cost: Cost | None) -> Iterator[str]:
     if cost is None:
         return
     if cost.hours is None or cost.steps is None:
-        yield from _label(
+        yield from labelled(
             "cost", f"not known at EUR {cost.hourly:,.2f} an hour; it needs {cost.needs}"
         )
     else:
         made = f", {cost.done:,} of which are made" if cost.done else ""
         takes = f"EUR {cost.hours * cost.hourly:,.2f} for {duration(cost.hours * 3600)}"
-        yield from _label(
+        yield from labelled(
             "cost", f"{takes} up to step {cost.steps:,}{made}; EUR {cost.hourly:,.2f} an hour"
         )
         how = f"measured on these devices over {cost.measured:,} steps"
-        yield from _label(
+        yield from labelled(
             "", f"speed {how if cost.speed == 'measured' else 'computed, not measured'}"
         )
         for count, seconds, what in (
@@ -151,7 +150,7 @@ def cost_lines(cost: Cost | None) -> Iterator[str]:
         ):
             share = cost.share(seconds)
             known = "not in it, as none was measured" if share is None else f"{share:.1%} of it"
-            yield from _label("", f"{count:,} {what}: {known}")
+            yield from labelled("", f"{count:,} {what}: {known}")
     if cost.lost_hours is None or cost.interval is None:
         return
     restart = "and a start, which was not measured"
@@ -159,7 +158,7 @@ def cost_lines(cost: Cost | None) -> Iterator[str]:
         restart = f"and a start of {duration(cost.restart)}"
     price = f"EUR {cost.lost_hours * cost.hourly:,.2f}, {duration(cost.lost_hours * 3600)}"
     half = f"half of the {duration(cost.interval)} between two checkpoints"
-    yield from _label(
+    yield from labelled(
         "lost", f"{price} of all devices for each machine that dies: {half}, {restart}"
     )
 
@@ -194,7 +193,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
         )
     for one in plan.choice.candidates:
         if not one.fits:
-            yield from _label("would fit", f"{one.layout.strategy}: {one.remedy}")
+            yield from labelled("would fit", f"{one.layout.strategy}: {one.remedy}")
 
 
 def _mark(plan: Plan, one: PlannedLayout) -> str:
@@ -206,18 +205,18 @@ def _outcome(plan: Plan) -> Iterator[str]:
     chosen = plan.chosen
     if chosen is None:
         for one in plan.suggestions:
-            yield from _label("try", one)
+            yield from labelled("try", one)
         return
     layout = chosen.layout  # its values are what `auto` stands for, as overrides to copy
     micro, recompute = layout.micro_batch_size, layout.activation_checkpointing
     keys = f"training.micro_batch_size={micro} model.activation_checkpointing={recompute}"
     last = " distributed.fsdp_sync=last" if layout.fsdp_sync == "last" else ""
-    yield from _label("keys", keys + last)
+    yield from labelled("keys", keys + last)
     host, available = chosen.memory.host_bytes, plan.hardware.host_bytes
     known = "" if available is None else f", of {size(available)}"
-    yield from _label("host", f"{size(host)} of memory on each node{known}")
+    yield from labelled("host", f"{size(host)} of memory on each node{known}")
     for one in plan.suggestions:
-        yield from _label("or", f"without offload: {one}")
+        yield from labelled("or", f"without offload: {one}")
 
 
 def _reference(plan: Plan) -> Iterator[str]:
@@ -228,7 +227,7 @@ def _reference(plan: Plan) -> Iterator[str]:
     if plan.work.answers == "feedback":
         forwards = "one forward of each block before step 1, and one more in each step"
     share = f"{forwards}, each {plan.reference:.2f} of a block in a step by the formula"
-    yield from _label("reference", f"{share}; 40 B a pair in each process and on the disk")
+    yield from labelled("reference", f"{share}; 40 B a pair in each process and on the disk")
 
 
 def _speeds(plan: Plan) -> Iterator[str]:
@@ -237,11 +236,11 @@ def _speeds(plan: Plan) -> Iterator[str]:
     if not plan.speeds:
         why = "a CPU" if plan.hardware.cpu else "this device"
         why = "a model that cannot be counted" if plan.uncounted else why
-        yield from _label("speed", f"not predicted for {why}")
+        yield from labelled("speed", f"not predicted for {why}")
         return
     device = f", as of an {plan.hardware.device}" if plan.assumed else ""
     share = f"at an assumed {HFU:.0%} of the peak"
-    yield from _label("speed", f"on paper{device}, {share}, at this global batch, where it fits")
+    yield from labelled("speed", f"on paper{device}, {share}, at this global batch, where it fits")
     rates = f"{'tokens/s':>12}{'a device':>12}{'efficiency':>12}"
     yield f"{'devices':>17}{'nodes':>7}{'accum':>7}{rates}"
     for one in plan.speeds:
@@ -254,14 +253,7 @@ def _speeds(plan: Plan) -> Iterator[str]:
 
 def _rates(plan: Plan) -> Iterator[str]:
     if plan.rates:
-        yield from _label("rates", "learning rate at another training.global_batch_size")
+        yield from labelled("rates", "learning rate at another training.global_batch_size")
         yield f"{'batch':>17}{'linear rule':>14}{'root rule':>12}"
     for one in plan.rates:
         yield f"{one.global_batch_size:>17,}{one.linear:>14.2e}{one.root:>12.2e}"
-
-
-def _label(label: str, text: str) -> Iterator[str]:
-    """Yield the label and the text after it; further lines of the text are indented."""
-    for line in wrap(text, WIDTH - _LABEL):
-        yield f"{label:<{_LABEL}}{line}"
-        label = ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import AsJson, ConfigFile, Overrides, ProgressLine, busy, runs, show
+from llmtrain.cli.options import AsJson, ConfigFile, Overrides, ProgressLine, busy, runs, show, tell
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless, size
 from llmtrain.types import JsonObject
@@ -184,9 +184,6 @@ def export(
 
     _hide_progress_of_transformers()
 
-    def show_progress(doing: str) -> None:
-        print(harmless(doing), file=sys.stderr, flush=True)
-
     exported = write(
         run,
         out,
@@ -195,7 +192,7 @@ def export(
         shard_gb=shard_gb,
         push=push,
         verify=not no_verify,
-        on_progress=show_progress,
+        on_progress=tell,
     )
     show([json.dumps(exported.to_json())] if as_json else exportation(exported))
 
@@ -312,7 +309,7 @@ def _converse(model: str, message: str | None, drawn: _Drawn, *, as_json: bool) 
         _hide_progress_of_transformers()
         messages = iter([message]) if message is not None else _messages(loaded, typed=typed)
         on_text = _quietly(loaded) if as_json else _behind("", loaded)
-        options = {"refused": _show_refused} if typed else {}
+        options = {"refused": lambda error: tell(f"error: {error}", keep="\n")} if typed else {}
         sampling = tool.Sampling(*drawn)
         for answer in tool.converse(model, messages, sampling, on_text, _show_forgotten, **options):
             show([json.dumps(answer.to_json()) if as_json else ""])
@@ -394,11 +391,7 @@ def _typed() -> Iterator[str]:
 
 def _show_forgotten(count: int) -> None:
     note = f"the oldest {count} messages are left out: the conversation fills the model's positions"
-    print(f"({note})", file=sys.stderr, flush=True)
-
-
-def _show_refused(error: UserError) -> None:
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    tell(f"({note})")
 
 
 def _write(text: str) -> None:
