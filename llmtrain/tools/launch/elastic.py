@@ -323,7 +323,7 @@ class Machines(RendezvousHandler):
         try:
             waiting = self._torchs.num_nodes_waiting()
         except RendezvousConnectionError as error:
-            _say(f"warning: the other machines cannot be seen now: {error}")
+            sys.stderr.write(f"warning: the other machines cannot be seen now: {error}\n")
             return 0  # the ranks go on as long as they can
         waiting += time.monotonic() - self.state.written > _DROPPED_SECONDS
         if waiting:
@@ -362,9 +362,9 @@ class Machines(RendezvousHandler):
             used = self._used(info.world_size)
             if info.rank < used:
                 return info
-            _say(
+            sys.stderr.write(
                 f"this machine waits: with {info.world_size} machines × {self._settings.processes} "
-                f"processes the batch cannot be divided, so {used} of them train"
+                f"processes the batch cannot be divided, so {used} of them train\n"
             )
             while not self._torchs.num_nodes_waiting():
                 if self._torchs.is_closed():
@@ -559,11 +559,6 @@ def _outcome(run_dir: Path, report: Path, folder: Path) -> tuple[int, str]:
     if state == "failed":
         return int(status["exit_code"]), f"error: failed at step {status.get('step')} ({reason})"
     return RESTARTABLE, "error: the run ended without a word of rank 0"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":
