@@ -188,7 +188,7 @@ def collect(run_dir: Path) -> Tables:
             if (event.get("event"), event.get("device")) != ("memory_compared", "cpu")
         ),
         sums=sums,
-        redone=_redone(lines),
+        redone=tuple(_redone(lines)),
         stretches=tuple(stretches(lines)),
         changes=tuple(changes(without_idle_starts(lines))),
         unread=unread,
@@ -284,18 +284,16 @@ def _json(path: Path) -> JsonObject:
     return (record.parse(path.read_bytes()) or {}) if path.is_file() else {}
 
 
-def _redone(lines: Sequence[Line]) -> tuple[tuple[int, int], ...]:
-    """Return the first and last step of each range that a start went back behind."""
-    ranges: list[tuple[int, int]] = []
+def _redone(lines: Sequence[Line]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last step of each range that a start went back behind."""
     last = 0
     for line in lines:
         if line["kind"] == "start":
             if last > line["step"]:
-                ranges.append((line["step"] + 1, last))
+                yield line["step"] + 1, last
             last = line["step"]
         elif line["kind"] == "train":
             last = max(last, line["step"])
-    return tuple(ranges)
 
 
 def _what(line: Line) -> object:

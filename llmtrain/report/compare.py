@@ -6,7 +6,7 @@ Such runs are compared by bits per byte, and the page says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def render(runs: Sequence[Tables]) -> str:
     else:
         measure = "bits_per_byte" if len(kinds) > 1 else "loss"
     rows = [_row(name, run, measure) for name, run in zip(names, runs, strict=True)]
-    drawn = _figures(names, runs, measure) if len(runs) <= _DRAWN else []
+    drawn = [*_figures(names, runs, measure)] if len(runs) <= _DRAWN else []
     return fill(
         "compare.html",
         title=" and ".join(names[:3]),
@@ -139,33 +139,31 @@ def _by_tokens(runs: Sequence[Tables]) -> bool:
     return len({tuple(compact(run.settings.get(key)) for key in keys) for run in runs}) > 1
 
 
-def _remarks(runs: Sequence[Tables], measure: str) -> list[str]:
-    remarks = []
+def _remarks(runs: Sequence[Tables], measure: str) -> Iterator[str]:
     if measure == "bits_per_byte":
-        remarks.append(
+        yield (
             "The tokenizers differ, so that a loss by token means something else in each run. "
             "The runs are compared by bits per byte of held-out text."
         )
     if measure == "accuracy":
-        remarks.append(
+        yield (
             "What is computed of a pair differs, so that a loss means something else in each run. "
             "The runs are compared by the share of held-out pairs that they have right."
         )
     if len({compact(run.settings.get("data.sources")) for run in runs}) > 1:
-        remarks.append("The data differs, so that the held-out documents may be others, too.")
+        yield "The data differs, so that the held-out documents may be others, too."
     if _by_tokens(runs):
-        remarks.append("The batches differ, so that the curves are drawn over tokens, not steps.")
+        yield "The batches differ, so that the curves are drawn over tokens, not steps."
     for name, run in zip(_names(runs), runs, strict=True):
         if verdict.ended_not_finite(run):
-            remarks.append(f"The last held-out loss of {name} is {verdict.NOT_FINITE}.")
+            yield f"The last held-out loss of {name} is {verdict.NOT_FINITE}."
         else:
-            remarks += [f"{name}: {failure}" for failure in verdict.failures(run)]
+            yield from (f"{name}: {failure}" for failure in verdict.failures(run))
     if len(runs) > _DRAWN:
-        remarks.append(f"Curves are drawn for up to {_DRAWN} runs.")
+        yield f"Curves are drawn for up to {_DRAWN} runs."
     ids = [run.last_start.get("run_id") for run in runs if run.starts]
     if len(set(map(str, ids))) < len(ids):
-        remarks.append("The same run is here more than once.")
-    return remarks
+        yield "The same run is here more than once."
 
 
 def _row(name: str, run: Tables, measure: str) -> ReportRow:
@@ -184,13 +182,12 @@ def _row(name: str, run: Tables, measure: str) -> ReportRow:
     )
 
 
-def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list[Figure]:
-    """Return the figures: the measure held out, and, with equal tokenizers, the training loss."""
+def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> Iterator[Figure]:
+    """Yield the figures: the measure held out, and, with equal tokenizers, the training loss."""
     over_tokens = _by_tokens(runs)
     kinds = [("heldout", _MEASURES[measure].capitalize(), "evaluations", measure)]
     if measure == "loss":
         kinds.append(("loss", "Training loss", "train", "loss"))
-    figures = []
     for name, title, lines, field in kinds:
         series = []
         for place, (label, run) in enumerate(zip(names, runs, strict=True)):
@@ -205,5 +202,4 @@ def _figures(names: Sequence[str], runs: Sequence[Tables], measure: str) -> list
             nats = "nats a pair" if any(run.pair_loss for run in runs) else "nats a token"
             unit = nats if field == "loss" else ""
             across = "token" if over_tokens else "step"
-            figures.append(Figure(name, title, unit, tuple(series), leave_out=True, across=across))
-    return figures
+            yield Figure(name, title, unit, tuple(series), leave_out=True, across=across)

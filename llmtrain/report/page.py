@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import gc
 import hashlib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -125,13 +126,7 @@ def fill(template: str, *, title: str, scripted: bool, **values: object) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"'sha256-{digest}'" if script else "'none'"
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src "
-    environment.globals |= {
-        name: getattr(text, name)
-        for name in (
-            "number", "fixed", "count", "short", "size", "percent", "duration", "when", "compact",
-            "clip",
-        )
-    }  # fmt: skip
+    environment.globals |= dict(inspect.getmembers(text, inspect.isfunction))
     return environment.get_template(template).render(
         title=title,
         style=Markup(_text("style.css")),
@@ -173,10 +168,10 @@ def figures(tables: Tables) -> list[Figure]:
     return [*of_steps, *_processes(tables)]
 
 
-def _processes(tables: Tables) -> list[Figure]:
-    """Return the number of processes over the time, if it has changed."""
+def _processes(tables: Tables) -> Iterator[Figure]:
+    """Yield the number of processes over the time, if it has changed."""
     if all(one.before == one.processes for one in tables.changes):
-        return []
+        return
     begin, end = tables.stretches[0].begin, tables.stretches[-1].end
     unit, name = (60, "minute") if end - begin > _MINUTES_FROM else (1, "second")
     edges = [(begin, tables.changes[0].before)]
@@ -185,7 +180,7 @@ def _processes(tables: Tables) -> list[Figure]:
     edges.append((end, edges[-1][1]))
     curve = thin([(round((time - begin) / unit), count) for time, count in edges])
     series = (Series("processes", curve),)
-    return [Figure("processes", "Processes", "", series, from_zero=True, across=name)]
+    yield Figure("processes", "Processes", "", series, from_zero=True, across=name)
 
 
 def _loss(tables: Tables) -> list[Figure]:
@@ -219,11 +214,10 @@ def _untaught(tables: Tables) -> tuple[tuple[str, float], ...]:
     return ()
 
 
-def _answers(tables: Tables) -> list[Figure]:
-    """Return the figures of a run on pairs: accuracy, rewards and log-probabilities."""
+def _answers(tables: Tables) -> Iterator[Figure]:
+    """Yield the figures of a run on pairs: accuracy, rewards and log-probabilities."""
     sides = ("good", "bad") if tables.pair_loss == "kto" else ("chosen", "rejected")
-    pair_figures, share = [], {"training": tables.train, "held-out": tables.evaluations}
-    series = []
+    share, series = {"training": tables.train, "held-out": tables.evaluations}, []
     for place, (label, lines) in enumerate(share.items()):
         points = [(step, 100 * value) for step, value in column(lines, "accuracy")]
         if points:
@@ -231,7 +225,7 @@ def _answers(tables: Tables) -> list[Figure]:
             series.append(Series(label, curve, place, dots=bool(place) and len(points) <= _ROWS))
     if series:
         limit = (("guessing", 50.0),)
-        pair_figures.append(Figure("accuracy", "Accuracy", "% of the pairs", tuple(series), limit))
+        yield Figure("accuracy", "Accuracy", "% of the pairs", tuple(series), limit)
     kinds = (("reward", "Rewards", ""), ("logp", "Log-probability of answers", "nats"))
     for field, title, unit in kinds:
         columns = [tables.numbers(f"{half}_{field}") for half in ("chosen", "rejected")]
@@ -241,8 +235,7 @@ def _answers(tables: Tables) -> list[Figure]:
             if points
         )
         if both:
-            pair_figures.append(Figure(field, f"{title}, training", unit, both))
-    return pair_figures
+            yield Figure(field, f"{title}, training", unit, both)
 
 
 def _small(

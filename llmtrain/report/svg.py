@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from html import escape
 
 from llmtrain.report.collect import Curve, thin
@@ -125,9 +125,7 @@ def draw(figure: Figure) -> str:
     )
     data = " ".join(
         f'data-{name}="{value:.9g}"'
-        for name, value in zip(
-            ("x0", "x1", "y0", "y1"), (axes.left, axes.right, axes.low, axes.high), strict=True
-        )
+        for name, value in zip(("x0", "x1", "y0", "y1"), astuple(axes), strict=True)
     )
     unit = f'<span class="soft">{escape(figure.unit)}</span>' if figure.unit else ""
     return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -199,14 +199,12 @@ def _is_rising(losses: Sequence[float]) -> bool:
     return losses[-1] - min(losses) > _RISING * abs(min(losses))
 
 
-def _preferred(tables: Tables) -> list[str]:
+def _preferred(tables: Tables) -> Iterator[str]:
     """Say of a run on pairs how often it prefers the chosen answer, and what that has cost."""
-    sentences = []
-    if right := [value for _, value in column(tables.evaluations, "accuracy")]:
+    right = column(tables.evaluations, "accuracy").values
+    if len(right) > 1:
         ends = f"to {percent(right[-1])} of the held-out pairs"
-        sentences.append(
-            f"Accuracy went from {percent(right[0])} {ends}." if len(right) > 1 else ""
-        )
+        yield f"Accuracy went from {percent(right[0])} {ends}."
     # The loss by token of chosen answers: of training steps, whose answers differ in length, the
     # mean of those at both ends.
     losses: Sequence[float] = [value for _, value in column(tables.evaluations, "chosen_loss")]
@@ -218,11 +216,10 @@ def _preferred(tables: Tables) -> list[str]:
     fallen = losses[-1] / losses[0] - 1 if losses and losses[0] > 0 else 0.0
     if fallen > _FALLEN:
         what = "preference.beta" if tables.pair_loss == "kto" else "preference.sft_weight"
-        sentences.append(
+        yield (
             f"The log-probability of chosen answers fell by {percent(fallen)} from its start "
             f"(likelihood displacement): a larger {what} or a lower learning rate holds it."
         )
-    return [one for one in sentences if one]
 
 
 def waiting_share(tables: Tables) -> float:

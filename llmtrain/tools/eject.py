@@ -336,7 +336,7 @@ def compose(flags: Mapping[str, bool], values: Mapping[str, object], header: str
     flags: the names behind `#: if`
     values: of constants, by name
     """
-    lines = choose_lines(TEMPLATE.read_text("utf-8").splitlines(), flags)
+    lines = [*choose_lines(TEMPLATE.read_text("utf-8").splitlines(), flags)]
     for place, line in enumerate(lines):
         match = re.fullmatch(r"([A-Z_]+)(?:: [^=]+)? = .*?(?:  (# .*))?", line)
         if match and match[1] in values:
@@ -347,9 +347,8 @@ def compose(flags: Mapping[str, bool], values: Mapping[str, object], header: str
     return f'"""{header}"""\n' + drop_unneeded("\n".join(lines))
 
 
-def choose_lines(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
-    """Return the lines whose conditions hold, without the conditions."""
-    chosen: list[str] = []
+def choose_lines(lines: Sequence[str], flags: Mapping[str, bool]) -> Iterator[str]:
+    """Yield the lines whose conditions hold, without the conditions."""
     holds = [True]
     for line in lines:
         match line.split():
@@ -360,8 +359,7 @@ def choose_lines(lines: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
             case ["#:", "end"]:
                 holds.pop()
             case _ if all(holds):
-                chosen.append(line)
-    return chosen
+                yield line
 
 
 def drop_unneeded(text: str) -> str:
