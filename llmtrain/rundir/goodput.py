@@ -133,17 +133,14 @@ class Restart:
 def changes(lines: Iterable[JsonMapping]) -> list[Restart]:
     """Return the changes between the starts of a run. lines: the record, oldest first"""
     restarts: list[Restart] = []
-    first: JsonMapping | None = None
+    before: int | None = None  # processes of the start before
     farthest, at = 0, 0.0  # the last new step, and when it was recorded
     for line in lines:
         if line["kind"] == "start":
-            before = (
-                restarts[-1].processes if restarts else int((first or {}).get("world_size") or 0)
-            )
-            if first is not None:
-                size, again = int(line.get("world_size") or 0), max(0, farthest - line["step"])
+            size, again = int(line.get("world_size") or 0), max(0, farthest - line["step"])
+            if before is not None:
                 restarts.append(Restart(line["time"], line["step"], before, size, again, None))
-            first = first or line
+            before = size
         elif line["kind"] == "train" and line["step"] > farthest:
             if restarts and restarts[-1].seconds is None and at:
                 restarts[-1] = replace(restarts[-1], seconds=max(0.0, line["time"] - at))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -224,14 +224,6 @@ def record_of(config: Config) -> Sequence[JsonMapping]:
     return record.record(config.run_dir) if now == began else ()
 
 
-# Kind of line → the field that tells for how long the loop was held up.
-_HELD_UP: Mapping[str, str] = {
-    "eval": "seconds",
-    "sample": "seconds",
-    "checkpoint": "blocked_seconds",
-}
-
-
 def measure(lines: Sequence[JsonMapping], config: Config, hardware: Hardware) -> Measured:
     """Return what the starts on these devices took. lines: the record of the run"""
     edges = [n for n, line in enumerate(lines) if line["kind"] == "start"]
@@ -242,30 +234,28 @@ def measure(lines: Sequence[JsonMapping], config: Config, hardware: Hardware) ->
     ]
     batch, steps, blocks, seconds = config.training.batch, 0, 0, 0.0
     starting: list[tuple[bool, float]] = []  # whether it resumed, and its seconds
+    evaluating = saving = 0.0
     for start in starts:
         trained = [line for line in start if line["kind"] == "train"]
         for before, line in pairwise(trained):
             steps += line["step"] - before["step"]
             blocks += batch.until(line["step"]) - batch.until(before["step"])
             seconds += record.as_number(line.get("span_seconds")) or 0.0
+        took = goodput.totals(goodput.stretches(start))
+        evaluating, saving = evaluating + took["evaluating"], saving + took["saving"]
         if trained:
-            took = goodput.totals(goodput.stretches(start))["starting"]
-            starting.append((start[0].get("resumed_from") is not None, took))
+            starting.append((start[0].get("resumed_from") is not None, took["starting"]))
     every = [line for start in starts for line in start]
-    kinds = {kind: [one for one in every if one["kind"] == kind] for kind in _HELD_UP}
-    held = {
-        kind: sum(record.as_number(one.get(_HELD_UP[kind])) or 0.0 for one in of_kind)
-        for kind, of_kind in kinds.items()
-    }
-    evaluations = sum(map(record.is_of_all, kinds["eval"]))
+    evaluations = sum(map(record.is_of_all, every))
+    saves = sum(line["kind"] == "checkpoint" for line in every)
     # The first start of a run prepares its data; one that resumes is what a lost machine costs.
     begun = [one for resumed, one in starting if resumed] or [one for _, one in starting]
     return Measured(
         steps=steps,
         blocks=blocks,
         seconds=seconds,
-        evaluation=(held["eval"] + held["sample"]) / evaluations if evaluations else None,
-        save=held["checkpoint"] / len(kinds["checkpoint"]) if kinds["checkpoint"] else None,
+        evaluation=evaluating / evaluations if evaluations else None,
+        save=saving / saves if saves else None,
         start=sum(begun) / len(begun) if begun else None,
     )
 
