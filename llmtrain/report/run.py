@@ -99,6 +99,7 @@ class Run:
             expected = "a run with a checkpoint whose held-out loss, if it has one, is finite"
             raise UserError(Problem("RUN", self.directory, expected))
         files = self.directory / contents.TOKENIZER
+        safe = {"trust_remote_code": False, "use_safetensors": True}
         tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False)
         if (place / ADAPTER_CONFIG).is_file():
             from peft import (
@@ -110,14 +111,9 @@ class Run:
             scores = PeftConfig.from_pretrained(place).task_type == "SEQ_CLS"
             made = AutoPeftModelForSequenceClassification if scores else AutoPeftModelForCausalLM
             more = {"num_labels": 1} if scores else {}
-            return made.from_pretrained(
-                place, trust_remote_code=False, use_safetensors=True, **more
-            ), tokenizer
+            return made.from_pretrained(place, **safe, **more), tokenizer
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        model = auto_class(config).from_pretrained(
-            place, trust_remote_code=False, use_safetensors=True
-        )
-        return model, tokenizer
+        return auto_class(config).from_pretrained(place, **safe), tokenizer
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {verdict.sentence(self._tables())}>"
