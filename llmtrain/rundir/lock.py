@@ -106,12 +106,8 @@ class RunLock:
 
     def check(self) -> None:
         """Raise what entering would raise, but do not change the file."""
-        with writable(self._path.parent):
-            descriptor = _open(self._path)
-            try:
-                self._judge(descriptor)
-            finally:
-                os.close(descriptor)
+        with writable(self._path.parent), os.fdopen(_open(self._path)) as file:
+            self._judge(file.fileno())
 
     def __enter__(self) -> Self:
         with (
@@ -272,15 +268,12 @@ def check_file_locks(run_dir: Path) -> None:
     Machines that come and go find each other by them. Makes the directory.
     """
     remedy = "mount it with them (NFS: not nolock; Lustre: flock), or set another run.dir"
-    with writable(run_dir):
-        descriptor = _open(run_dir / LOCK)
+    with writable(run_dir), os.fdopen(_open(run_dir / LOCK)) as file:
         try:
-            try_lock(descriptor, fcntl.LOCK_SH)  # a lock that a run holds is one, too
+            try_lock(file.fileno(), fcntl.LOCK_SH)  # a lock that a run holds is one, too
         except NoLocksError as error:
             expected = f"a directory with file locks, by which machines meet ({error.strerror})"
             raise UserError(Problem("run.dir", run_dir, expected, remedy)) from error
-        finally:
-            os.close(descriptor)
     if option := only_here(run_dir):
         expected = f"file locks that other machines see, by which they meet (mounted with {option})"
         raise UserError(Problem("run.dir", run_dir, expected, remedy))
@@ -289,16 +282,13 @@ def check_file_locks(run_dir: Path) -> None:
 def is_held(run_dir: Path) -> bool:
     """Whether a process has the lock now, as far as this machine can tell. Changes nothing."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        with (run_dir / LOCK).open("rb") as file:
+            return not try_lock(file.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    try:
-        return not try_lock(descriptor, fcntl.LOCK_SH)
     except NoLocksError:
         holder = read(run_dir / LOCK)
         return holder is not None and lives_here(holder)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> Holder | None:

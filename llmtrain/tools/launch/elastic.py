@@ -223,12 +223,9 @@ def _patiently(work: Callable[[], T]) -> T:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a file's lock during the block. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 class _Brief(PrefixStore):
