@@ -103,19 +103,14 @@ def sentence(rows: Sequence[ReportRow], measure: str) -> str:
 def differences(runs: Sequence[Tables]) -> list[tuple[str, list[str]]]:
     """Return the keys whose values are not the same in all runs, with the value in each."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    rows = []
-    for key in keys:
-        values = [run.settings.get(key, "–") for run in runs]
-        if key not in _OWN and any(value != values[0] for value in values):
-            rows.append((key, [compact(value) for value in values]))
-    start_facts = {
-        "processes": [_of_start(run, "world_size") for run in runs],
-        "strategy": [strategy_in_words(run.last_start) for run in runs],
-    }
-    for name, starts in start_facts.items():
-        if len(set(starts)) > 1:
-            rows.append((name, starts))
-    return rows
+    values = {key: [run.settings.get(key, "–") for run in runs] for key in keys if key not in _OWN}
+    values["processes"] = [_of_start(run, "world_size") for run in runs]
+    values["strategy"] = [strategy_in_words(run.last_start) for run in runs]
+    return [
+        (key, [compact(one) for one in each])
+        for key, each in values.items()
+        if any(one != each[0] for one in each)
+    ]
 
 
 def _of_start(run: Tables, name: str) -> str:

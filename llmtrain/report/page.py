@@ -285,12 +285,10 @@ def _chosen(tables: Tables) -> list[tuple[str, str, str]]:
     return chosen + [(key, text.compact(value), "auto") for key, value in decided]
 
 
-def _flat(decided: JsonMapping) -> list[tuple[str, object]]:
-    """Return the keys of `auto.json` with their values; what holds on a device is in groups."""
-    values: list[tuple[str, object]] = []
+def _flat(decided: JsonMapping) -> Iterator[tuple[str, object]]:
+    """Yield the keys of `auto.json` with their values; what holds on a device is in groups."""
     for key, value in decided.items():
-        values += _flat(value) if isinstance(value, dict) else [(key, value)]
-    return values
+        yield from _flat(value) if isinstance(value, dict) else [(key, value)]
 
 
 def _text(name: str) -> str:

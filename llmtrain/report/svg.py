@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from html import escape
+from itertools import pairwise
 
 from llmtrain.report.collect import Curve, thin
 from llmtrain.rundir.goodput import OWNERS, Stretch, totals
@@ -272,12 +273,8 @@ def _curve(series: Series, axes: Axes) -> list[str]:
 def _line(points: Sequence[tuple[int, float]], axes: Axes) -> str:
     """Return path commands for a line through points."""
     places = [(axes.x(step), axes.y(value)) for step, value in points]
-    (x, y), rest = places[0], places[1:]
-    parts = []
-    for right, down in rest:
-        parts.append(f"{right - x} {down - y}")
-        x, y = right, down
-    return f"M{places[0][0]} {places[0][1]}l" + (" ".join(parts) or "0 0")
+    moves = (f"{right - x} {down - y}" for (x, y), (right, down) in pairwise(places))
+    return f"M{places[0][0]} {places[0][1]}l" + (" ".join(moves) or "0 0")
 
 
 def _band(series: Series, axes: Axes) -> str:

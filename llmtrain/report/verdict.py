@@ -27,6 +27,8 @@ _RISING = 0.01  # of the best loss, from which a loss above it is rising
 _FALLEN = 0.2  # of their log-probability, from which it is said that chosen answers become unlikely
 _SCORED = 20  # lines of steps, from which their ends are compared
 _WORSE = "worse than guessing"
+# Of those that the evaluations have, the first is a key figure.
+_MEASURES = (("accuracy", percent), ("bits_per_byte", fixed), ("perplexity", number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,6 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
     """Return the four key figures: a name, a value and a remark each."""
     lost, name = ended_not_finite(tables), "held-out loss"
     losses = column(tables.evaluations, "loss")
-    bits, perplexity = (
-        [] if lost else column(tables.evaluations, measure)
-        for measure in ("bits_per_byte", "perplexity")
-    )
     rows = []
     if losses:
         best = min(value for _, value in losses)
@@ -73,12 +71,11 @@ def figures(tables: Tables) -> list[tuple[str, str, str]]:
         rows.append((name, NOT_FINITE, "in every evaluation"))
     elif trained := tables.numbers("loss"):
         rows.append(("training loss", fixed(trained[-1][1]), f"from {fixed(trained[0][1])}"))
-    if right := [] if lost else column(tables.evaluations, "accuracy"):
-        rows.append(("accuracy", percent(right[-1][1]), f"from {percent(right[0][1])}"))
-    elif bits:
-        rows.append(("bits per byte", fixed(bits[-1][1]), f"from {fixed(bits[0][1])}"))
-    elif perplexity:
-        rows.append(("perplexity", number(perplexity[-1][1]), f"from {number(perplexity[0][1])}"))
+    for measure, form in () if lost else _MEASURES:
+        if values := column(tables.evaluations, measure).values:
+            remark = f"from {form(values[0])}"
+            rows.append((measure.replace("_", " "), form(values[-1]), remark))
+            break
     if tokens := tables.numbers("tokens"):
         sums = tables.sums
         speed = sums.gained / sums.seconds if sums.seconds else None
