@@ -230,7 +230,7 @@ def _refuse_other(run_dir: Path, reports: Sequence[tuple[str, str | None]]) -> N
     for rank, (host, trouble) in enumerate(reports):
         if trouble:
             troubled.setdefault((host, trouble), []).append(str(rank))
-    problems = [
+    raise_any(
         Problem(
             f"run.dir on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} (host {host})",
             run_dir.absolute(),
@@ -238,8 +238,7 @@ def _refuse_other(run_dir: Path, reports: Sequence[tuple[str, str | None]]) -> N
             "a file system that all machines share, mounted at the same place on each",
         )
         for (host, trouble), ranks in troubled.items()
-    ]
-    raise_any(problems)
+    )
 
 
 # In the order in which they are written; the manifest is last, since it depends on the others.

@@ -116,12 +116,11 @@ def _plan(listing: look.Listing, set_aside: bool) -> Pruned:
 def _refuse(looked_at: Iterable[tuple[str, Sequence[str]]]) -> None:
     """Raise UserError if there are problems for any of these names."""
     expected = "valid, since it is to stay; nothing was deleted"
-    problems = [
+    raise_any(
         Problem(name, "; ".join(wrong), expected, f"rename it to {name}.damaged, then prune again")
         for name, wrong in looked_at
         if wrong
-    ]
-    raise_any(problems)
+    )
 
 
 def _delete(listing: look.Listing, goes: Sequence[look.CheckpointRow]) -> None:

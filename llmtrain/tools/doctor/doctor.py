@@ -547,10 +547,8 @@ def doctor(
     Raises UserError at the call, for an unknown name in `skip`, and for overrides or `nodes`
     without a config. The iterator itself raises nothing.
     """
-    unknown = [name for name in skip if name not in NAMES]
-    if unknown:
-        expected = f"a name of a check: {', '.join(NAMES)}"
-        raise UserError(*(Problem("--skip", name, expected) for name in unknown))
+    expected = f"a name of a check: {', '.join(NAMES)}"
+    raise_any(Problem("--skip", name, expected) for name in skip if name not in NAMES)
     if config_file is None and overrides:
         raise UserError(Problem("overrides", ", ".join(overrides), "a config that they change"))
     if config_file is None and nodes is not None:

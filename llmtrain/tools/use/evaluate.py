@@ -180,10 +180,8 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
     from lm_eval.tasks import TaskManager
 
     files = [Path(name) for name in names if name.endswith(_YAML)]
-    asked = []
-    for name in names:
-        settings = _settings(name) if name.endswith(_YAML) else {"task": name}
-        asked.append(str(settings.get("group") or settings.get("task")))
+    settings = [_settings(name) if name.endswith(_YAML) else {"task": name} for name in names]
+    asked = [str(one.get("group") or one.get("task")) for one in settings]
     manager = TaskManager(
         include_path=sorted({str(file.parent) for file in files}),
         include_defaults=len(files) < len(names),  # reading all of them takes seconds

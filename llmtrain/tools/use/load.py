@@ -145,7 +145,7 @@ def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.n
         model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
     )
     parameters = {f"{_PREFIX}{name}": parameter for name, parameter in state_dict.items()}
-    _compare(parameters, tensors.specs(directory, ADAPTER), directory)
+    raise_any(_compare(parameters, tensors.specs(directory, ADAPTER), directory))
     return parameters
 
 
@@ -222,10 +222,9 @@ def _unsupported(file: str, settings: JsonMapping) -> Iterator[Problem]:
 
 def _compare(
     wanted: Mapping[str, torch.nn.Parameter], stored: Mapping[str, TensorSpec], directory: Path
-) -> None:
-    """Raise UserError unless the file has every tensor of the layers, and no other."""
+) -> Iterator[Problem]:
+    """Yield a problem if the file lacks a tensor of the layers, or has another one."""
     expected = "the tensors of the layers that adapter_config.json names"
-    problems = []
     for what, names in {
         "missing": wanted.keys() - stored.keys(),
         "not in the model": stored.keys() - wanted.keys(),
@@ -237,8 +236,7 @@ def _compare(
     }.items():
         if names:
             difference = f"{len(names)} {what} ({', '.join(sorted(names)[:_SHOWN])})"
-            problems.append(Problem(str(directory / ADAPTER), difference, expected))
-    raise_any(problems)
+            yield Problem(str(directory / ADAPTER), difference, expected)
 
 
 def _json(path: Path) -> JsonObject:
