@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,39 +96,34 @@ _log = logging.getLogger(__name__)
 _OPERATORS = 20
 
 
+@dataclass(slots=True)
 class Profile:
-    """Profiles a range of steps. Outside of it, `begin` only compares two numbers."""
+    """Profiles a range of steps. Outside of it, `begin` only compares two numbers.
 
-    def __init__(
-        self,
-        operators: Path,
-        rank: int,
-        device: torch.device,
-        steps: tuple[int, int],
-        report: Callable[..., None],
-    ) -> None:
-        """Prepare to profile; nothing is written yet.
+    operators: the file that rank 0 writes; traces are beside it
+    steps: the first and last step
+    report: writes an event
 
-        operators: the file that rank 0 writes; traces are beside it
-        steps: the first and last step
-        report: writes an event
-        """
-        self._operators = operators
-        self._rank = rank
-        self._device = device
-        self._first, self._last = steps
-        self._report = report
-        self._begun = 0  # the first step that was recorded
-        self._profiler: profile | None = None
+    Making one writes nothing.
+    """
+
+    operators: Path
+    rank: int
+    device: torch.device
+    steps: tuple[int, int]
+    report: Callable[..., None]
+    _begun: int = 0  # the first step that was recorded
+    _profiler: profile | None = None
 
     def begin(self, step: int) -> None:
         """Begin to record before the first step of the range, and write after the last one."""
-        if self._profiler is not None and step > self._last:
+        first, last = self.steps
+        if self._profiler is not None and step > last:
             self.end(step - 1)
-        elif self._profiler is None and self._first <= step <= self._last:
+        elif self._profiler is None and first <= step <= last:
             from torch.profiler import ProfilerActivity, profile
 
-            on_device = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            on_device = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self._begun = step
             self._profiler = profile(activities=[ProfilerActivity.CPU, *on_device])
             self._profiler.start()
@@ -139,20 +135,20 @@ class Profile:
             return
         profiler.stop()
         try:
-            folder = self._operators.parent
+            folder = self.operators.parent
             folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"rank-{self._rank}.json.gz"))
-            if self._rank == 0:
+            profiler.export_chrome_trace(str(folder / f"rank-{self.rank}.json.gz"))
+            if self.rank == 0:
                 self._write_operators(profiler, step)
         except OSError as error:  # a full disk must not end a run that can train
             _log.warning("the profile could not be written", exc_info=True)
-            self._report("profile_failed", step, reason=error.strerror)
+            self.report("profile_failed", step, reason=error.strerror)
         else:
-            self._report("profiled", step, steps=[self._begun, step])
+            self.report("profiled", step, steps=[self._begun, step])
 
     def _write_operators(self, profiler: profile, step: int) -> None:
         """Write the operators with the most time of their own, on the device if there is one."""
-        kind = "device" if self._device.type == "cuda" else "cpu"
+        kind = "device" if self.device.type == "cuda" else "cpu"
         # One for each name: annotations are listed for the host and for the device.
         named = {one.key: one for one in profiler.key_averages()}
         operators = [
@@ -167,8 +163,8 @@ class Profile:
         longest = sorted(operators, key=lambda one: one["seconds"], reverse=True)[:_OPERATORS]
         content = {
             "steps": [self._begun, step],
-            "device": self._device.type,
+            "device": self.device.type,
             "operators": [one | {"share": one["seconds"] / whole} for one in longest],
         }
         encoded = (json.dumps(content, indent=2) + "\n").encode()
-        system.write_durably(self._operators, encoded, sync=False)
+        system.write_durably(self.operators, encoded, sync=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from llmtrain.config.binding import data_settings, worker_count
@@ -458,7 +458,5 @@ def open_stream(config: Config, *, rank: int = 0, world_size: int = 1) -> Iterat
             workers=workers,
             reading=reading_of(settings, directory),
         )
-        try:
+        with closing(stream):
             yield stream
-        finally:
-            stream.close()
