@@ -143,6 +143,16 @@ def needed_on_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def usable(key: str, value: object, expected: str, remedy: str = "") -> Iterator[None]:
+    """Turn an OSError in the block into UserError, which says why behind what was expected."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{expected} ({error.strerror or error})"
+        raise UserError(Problem(key, value, why, remedy)) from error
+
+
 def explained(error: BaseException) -> BaseException:
     """Return a UserError for an error of torch that a person can correct, any other as it is.
 

@@ -54,7 +54,7 @@ from llmtrain.data.token_cache.source import describe_tokenizer
 from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
 from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
+from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any, usable
 from llmtrain.rundir import contents
 from llmtrain.rundir.lock import RunLock
 
@@ -255,11 +255,8 @@ def _make(out: Path, work: Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not work.is_dir():
         expected = "a new or empty directory, or one that this command began"
         raise UserError(Problem("--out", out, expected))
-    try:
+    with usable("--out", out, "a directory that can be written"):
         work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        expected = f"a directory that can be written ({error.strerror})"
-        raise UserError(Problem("--out", out, expected)) from error
 
 
 def _begin(

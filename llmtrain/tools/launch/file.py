@@ -28,7 +28,7 @@ from llmtrain.distributed.launch.named import (
     unsupported_problems,
 )
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.errors import Problem, UserError, raise_any, usable
 from llmtrain.rundir.contents import write_output
 from llmtrain.types import JsonObject
 
@@ -196,12 +196,9 @@ def parse_launch_file(path: Path, processes: int | None) -> tuple[LaunchFile, li
 
 
 def _values(path: Path) -> dict[str, object]:
-    try:
+    remedy = f"a file such as {example('ddp')}"
+    with usable("--accelerate", str(path), "a readable file of accelerate", remedy):
         document = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        expected = f"a readable file of accelerate ({error.strerror})"
-        remedy = f"a file such as {example('ddp')}"
-        raise UserError(Problem("--accelerate", str(path), expected, remedy)) from error
     raise_any(document.problems, str(path))
     if not isinstance(document.value, dict):
         raise UserError(Problem("--accelerate", str(path), "a mapping, as accelerate writes it"))

@@ -41,7 +41,7 @@ from llmtrain.distributed.launch.environment import (
 )
 from llmtrain.distributed.launch.named import example, is_true, named_family
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.errors import RESTARTABLE, Problem, UserError, raise_any
+from llmtrain.errors import RESTARTABLE, Problem, UserError, raise_any, usable
 from llmtrain.rundir.contents import LOGS
 from llmtrain.rundir.lock import check_file_locks
 from llmtrain.tools.launch import child
@@ -79,15 +79,12 @@ def _addresses(first: str) -> tuple[str, str]:
 
     Raises UserError if there is no route.
     """
-    try:
+    with usable("main_process_ip", first, "an address that this machine can reach"):
         entries = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = entries[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing: it asks the routing table
             return str(probe.getsockname()[0]), str(address[0])
-    except OSError as error:
-        expected = f"an address that this machine can reach ({error.strerror or error})"
-        raise UserError(Problem("main_process_ip", first, expected)) from error
 
 
 _KEY = "distributed.strategy"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 from llmtrain import system
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
 from llmtrain.data.chat.template import Tools
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.errors import Problem, UserError, raise_any, usable
 from llmtrain.model import attention
 from llmtrain.text import first_line
 from llmtrain.tools.use import generate
@@ -130,13 +130,10 @@ def _check_out(out: Path) -> None:
     if out.is_symlink() or out.exists():
         expected = "a file that does not exist: none is overwritten"
         raise UserError(Problem(_OUT, out, expected, f"another {_OUT}"))
-    try:
+    with usable(_OUT, out, "a file that can be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
             pass
-    except OSError as error:
-        expected = f"a file that can be written ({error.strerror})"
-        raise UserError(Problem(_OUT, out, expected)) from error
 
 
 def read_prompts(file: Path, *, chat: bool) -> list[Prompt]:
@@ -144,11 +141,8 @@ def read_prompts(file: Path, *, chat: bool) -> list[Prompt]:
     if file.suffix not in (".jsonl", ".txt"):
         expected = "a .jsonl file of rows with prompt or messages, or a .txt file, a prompt a line"
         raise UserError(Problem(_OPTION, file, expected))
-    try:
+    with usable(_OPTION, file, "a file that can be read"):
         data = file.read_bytes()
-    except OSError as error:
-        expected = f"a file that can be read ({error.strerror})"
-        raise UserError(Problem(_OPTION, file, expected)) from error
     ends = rb"\n" if file.suffix == ".jsonl" else rb"\r\n|\r|\n"
     lines = re.split(ends, data.removeprefix(b"\xef\xbb\xbf"))
     if not lines[-1]:
