@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmtrain.tools.data.inspect import open_stream
     from llmtrain.tools.plan import plan
     from llmtrain.tools.use.evaluate import evaluate
-    from llmtrain.tools.use.export.export import export
+    from llmtrain.tools.use.export import export
     from llmtrain.tools.use.generate import generate
 
 __all__ = [
@@ -45,7 +45,7 @@ _HOMES = {
     "RunError": "llmtrain.errors",
     "UserError": "llmtrain.errors",
     "evaluate": "llmtrain.tools.use.evaluate",
-    "export": "llmtrain.tools.use.export.export",
+    "export": "llmtrain.tools.use.export",
     "generate": "llmtrain.tools.use.generate",
     "load_config": "llmtrain.config.load",
     "open_run": "llmtrain.report.run",
@@ -80,7 +80,7 @@ def train(config: Config, processes: int | None = None) -> Result:
     if config.run.dir is None:
         problems.append(Problem("run.dir", None, "a directory; load_config fills it in"))
     if processes is not None:
-        from llmtrain.tools.launch.library import train_in_processes
+        from llmtrain.tools.launch.launch import train_in_processes
 
         raise_any(problems)
         return train_in_processes(config, processes)

@@ -112,7 +112,7 @@ with open("chat.jsonl", "w") as rows:
         roles = ("user", "assistant") * rng.randrange(1, 4)
         messages = [{"role": role, "content": text()} for role in roles]
         rows.write(json.dumps({"messages": messages}) + "\\n")
-with importlib.resources.as_file(importlib.resources.files("llmtrain.data.sample")) as sample:
+with importlib.resources.as_file(importlib.resources.files("llmtrain.data") / "sample") as sample:
     tokenizer = transformers.AutoTokenizer.from_pretrained(sample, trust_remote_code=False)
 tokenizer.save_pretrained("base")
 torch.manual_seed(0)

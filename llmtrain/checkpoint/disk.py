@@ -34,7 +34,7 @@ from typing import ParamSpec, TypeVar
 
 from llmtrain import system
 from llmtrain.checkpoint import format as form
-from llmtrain.checkpoint.retention import is_of_run
+from llmtrain.checkpoint.candidates import is_of_run
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.system import close_on_error

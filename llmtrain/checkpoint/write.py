@@ -40,8 +40,8 @@ from xxhash import xxh3_128
 from llmtrain import faults, system
 from llmtrain.agreement import captured
 from llmtrain.checkpoint import disk, format as form
+from llmtrain.checkpoint.candidates import PARTIAL, kind_of
 from llmtrain.checkpoint.format import CheckpointManifest, Entry, Extent, Extents, TensorLocation
-from llmtrain.checkpoint.retention import PARTIAL, kind_of
 from llmtrain.system import unsafe_name
 from llmtrain.types import Failure, Piece, Ranks, Spec
 

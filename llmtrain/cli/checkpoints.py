@@ -27,9 +27,8 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.text import size
 
 if TYPE_CHECKING:
-    from llmtrain.tools.checkpoints.look import CheckpointRow, Listing, Verified
-    from llmtrain.tools.checkpoints.prune import Pruned
-    from llmtrain.tools.checkpoints.rehearse import Rehearsal, RehearsedSizes
+    from llmtrain.tools.checkpoints import CheckpointRow, Listing, Pruned, Verified
+    from llmtrain.tools.rehearse import Rehearsal, RehearsedSizes
 
 app = App()
 
@@ -55,7 +54,7 @@ _MEANS = {
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
 def list_(run: Run, as_json: AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
-    from llmtrain.tools.checkpoints.look import look
+    from llmtrain.tools.checkpoints import look
 
     checkpoints = look(run)
     show([json.dumps(checkpoints.to_json())] if as_json else listing(checkpoints))
@@ -73,7 +72,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
-    from llmtrain.tools.checkpoints.look import verify as look
+    from llmtrain.tools.checkpoints import verify as look
 
     verified, show_progress = [], _progress()
     for one in look(run, name, show_progress, hashed=hashed):
@@ -100,7 +99,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
-    from llmtrain.tools.checkpoints.prune import prune as clear
+    from llmtrain.tools.checkpoints import prune as clear
 
     show_progress = _progress()
     pruned = clear(run, keep_last, yes=yes, set_aside=set_aside, on_progress=show_progress)
@@ -130,7 +129,7 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
-    from llmtrain.tools.checkpoints import rehearse as tool
+    from llmtrain.tools import rehearse as tool
 
     result: Rehearsal | RehearsedSizes
     if same_bits is not None:

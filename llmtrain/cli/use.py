@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmtrain.tools.eject import Ejected
     from llmtrain.tools.use.answers import Comparison
     from llmtrain.tools.use.evaluate import Evaluated
-    from llmtrain.tools.use.export.export import Exported
+    from llmtrain.tools.use.export import Exported
 
 Model = Annotated[
     str,
@@ -180,7 +180,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a model directory, and prove that it computes the same."""
-    from llmtrain.tools.use.export.export import export as write
+    from llmtrain.tools.use.export import export as write
 
     _hide_progress_of_transformers()
 

@@ -17,9 +17,8 @@ from pydantic_core import ErrorDetails
 
 from llmtrain.config import checks, secrets, yaml12
 from llmtrain.config.checks import Rule
-from llmtrain.config.keys import Key, all_keys, general_name, sections
+from llmtrain.config.keys import Key, all_keys, general_name, guess, near_section, sections
 from llmtrain.config.schema import Config, Origin, Section
-from llmtrain.config.suggestions import guess, near_section
 from llmtrain.errors import UNKNOWN_KEY, Problem, UserError
 from llmtrain.types import JsonObject
 

@@ -19,14 +19,14 @@ import pyarrow as pa
 from llmtrain import system
 from llmtrain.data.chat.rows import columns_of_form, needed_columns, refused_columns
 from llmtrain.data.documents import lines
-from llmtrain.data.documents.elements import ranges
+from llmtrain.data.documents.lines import ranges
 from llmtrain.data.documents.reader import Reader
-from llmtrain.data.documents.rows import is_text
 from llmtrain.data.documents.skipped import UnreadableError, readable
+from llmtrain.data.documents.units import is_text
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
+from llmtrain.data.sources import token_cache as token_cache
 from llmtrain.data.sources.local import FORMATS, TABLES, bounded, file_format, is_index
-from llmtrain.data.token_cache import source as token_cache
-from llmtrain.data.token_cache.file import check_tokens, open_tokens
+from llmtrain.data.sources.token_cache import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.text import first_few, first_line, harmless
 

@@ -37,11 +37,11 @@ import numpy as np
 from llmtrain import system
 from llmtrain.data.batches import pairs_of
 from llmtrain.data.documents.reader import Reader, Reading, bad_row
-from llmtrain.data.documents.rows import Rows
+from llmtrain.data.documents.units import Rows
 from llmtrain.data.lanes import NOTHING, document
 from llmtrain.data.manifest import DataManifest, Source
 from llmtrain.data.packing import Document, PlacedPair, fit, with_others
-from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.sources import token_cache as token_cache
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmtrain.data.documents.reader import Reader, bad_row, row_order, unit_at, units_of
-from llmtrain.data.documents.rows import Rows
+from llmtrain.data.documents.units import Rows
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.packing import START, Document, Packed, Packing, PlacedPair, Span, open_packing
-from llmtrain.data.token_cache import source as token_cache
+from llmtrain.data.sources import token_cache as token_cache
 from llmtrain.data.tokens.encode import Encoded, Encodes
 from llmtrain.errors import Problem, UserError
 from llmtrain.types import Cursor

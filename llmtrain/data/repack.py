@@ -30,13 +30,21 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from llmtrain.data.documents.elements import HEAD_BYTES, array_elements, is_array
-from llmtrain.data.documents.lines import DECODED_LIMIT, MIB, decode_line, in_batches, to_bytes
+from llmtrain.data.documents.lines import (
+    DECODED_LIMIT,
+    HEAD_BYTES,
+    MIB,
+    array_elements,
+    decode_line,
+    in_batches,
+    is_array,
+    to_bytes,
+)
 from llmtrain.data.documents.reader import decoded
 from llmtrain.data.documents.skipped import readable
 from llmtrain.data.documents.units import map_arrow
 from llmtrain.data.sources.local import FORMATS, PROSE, edges_digest, file_format
-from llmtrain.data.token_cache.write import replacing
+from llmtrain.data.token_writer import replacing
 from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError
 from llmtrain.text import clip, first_line
 from llmtrain.types import JsonObject

@@ -34,7 +34,7 @@ from llmtrain.data.documents.lines import refetch_warning
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import DataManifest
-from llmtrain.data.remote.fetch import Stopping
+from llmtrain.data.sources.fetch import Stopping
 from llmtrain.data.survey import differing_tokenizer
 from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.workers import Asked, Failed, Workers

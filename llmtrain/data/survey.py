@@ -36,10 +36,10 @@ from llmtrain.data.chat.rows import (
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts, load
-from llmtrain.data.remote.fetch import Stopping
+from llmtrain.data.sources.fetch import Stopping
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import bounded, edges_digest, labels
-from llmtrain.data.token_cache.source import check_tokenizer
+from llmtrain.data.sources.token_cache import check_tokenizer
 from llmtrain.data.tokens.encode import DocumentEncoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, raise_any

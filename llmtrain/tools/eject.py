@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from llmtrain.training.run.run import Run
+    from llmtrain.training.run import Run
 
 STEPS = 50
 TEMPLATE = Path(__file__).with_name("train_one.py")

@@ -18,10 +18,10 @@ from llmtrain.distributed.ranks import lost_peer, peer_lost
 from llmtrain.rundir import failures
 from llmtrain.rundir.status import Result
 from llmtrain.training import saving
-from llmtrain.training.run.due import agreed_stop
-from llmtrain.training.run.journal import Journal
-from llmtrain.training.run.run import Run
-from llmtrain.training.run_state import count_documents
+from llmtrain.training.due import agreed_stop
+from llmtrain.training.journal import Journal
+from llmtrain.training.run import Run
+from llmtrain.training.saving import count_documents
 from llmtrain.training.step import flags
 from llmtrain.training.stop import LOST, Signals, asked, stop_code
 from llmtrain.types import Ranks

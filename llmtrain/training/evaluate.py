@@ -26,9 +26,9 @@ from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.hashing import mix
 from llmtrain.model.attention import in_parts, on_device
 from llmtrain.model.compile import uncompiled
+from llmtrain.training.due import agreed_stop
 from llmtrain.training.pairs import Scores, pair_result, pair_totals
-from llmtrain.training.run.due import agreed_stop
-from llmtrain.training.run.run import Run
+from llmtrain.training.run import Run
 from llmtrain.training.step import (
     flags,
     hide,

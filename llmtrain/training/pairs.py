@@ -27,7 +27,7 @@ from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
 
 if TYPE_CHECKING:
     from llmtrain.data.heldout import HeldOut
-    from llmtrain.training.run.run import Run
+    from llmtrain.training.run import Run
 
 
 Rows = TypeVar("Rows", np.ndarray, Tensor)

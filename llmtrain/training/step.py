@@ -28,7 +28,7 @@ from llmtrain.model.attention import (
 )
 from llmtrain.pairs import PAIR_SLOTS, Pairs, PairTensors
 from llmtrain.training.pairs import in_halves, measure_divergence, pair_tensors
-from llmtrain.training.run.run import Run
+from llmtrain.training.run import Run
 from llmtrain.types import NOT_TRAINED, Batch, Flags, MicroBatch, RankLayout, StepVector
 
 DRAWS = 7  # a stream of `mix`

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from llmtrain import system
 from llmtrain.errors import RESTARTABLE
 from llmtrain.rundir import contents, failures
-from llmtrain.training.run.journal import Journal
+from llmtrain.training.journal import Journal
 
 _TICK_SECONDS = 1.0
 _REPORT_SECONDS = 300.0

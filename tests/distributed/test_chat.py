@@ -9,7 +9,7 @@ from helpers import chats, corpus, turns
 from helpers.tiny import lines, status, tiny_config, write_config
 
 from llmtrain.tools.data.which import which
-from llmtrain.tools.use.export.export import export
+from llmtrain.tools.use.export import export
 from llmtrain.tools.use.generate import generate
 
 STEPS = 8

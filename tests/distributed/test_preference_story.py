@@ -11,7 +11,7 @@ from helpers.vocabularies import shared
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.hashing import mix
-from llmtrain.tools.use.export.export import export
+from llmtrain.tools.use.export import export
 
 pytestmark = pytest.mark.slow
 

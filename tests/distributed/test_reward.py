@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import llmtrain
 from llmtrain.errors import UserError
-from llmtrain.tools.use.export.export import export
-from llmtrain.tools.use.export.proof import Losses
+from llmtrain.tools.use.export import export
 from llmtrain.tools.use.generate import Sampling, open_writer
+from llmtrain.tools.use.proof import Losses
 
 STEPS = preferred.STEPS
 LORA = {"kind": "lora", "r": 4, "alpha": 8}

@@ -308,7 +308,7 @@ def test_an_export_of_adapters_is_proved_by_another_process(server, tmp_path, me
 
 def test_an_export_that_computes_something_else_is_not_published(tmp_path, monkeypatch):
     from llmtrain import RunError, export
-    from llmtrain.tools.use.export import merge
+    from llmtrain.tools.use import merge
 
     run = used.run(tmp_path / "run")
     used.checkpoint(run, 4, used.model())
@@ -378,7 +378,7 @@ def test_an_export_needs_little_more_memory_than_its_shards(tmp_path):
     used.checkpoint(run, 4, used.model(**large))
     shard = 48 << 20
     imports = (
-        "import llmtrain.tools.use.export.export, transformers.models.llama.modeling_llama, "
+        "import llmtrain.tools.use.export, transformers.models.llama.modeling_llama, "
         "safetensors.torch"
     )
     work = f"import llmtrain; llmtrain.export({str(run)!r}, {str(tmp_path / 'out')!r}, verify=False"

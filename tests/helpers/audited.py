@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmtrain.training.start import resuming
+from llmtrain.training.start import open as start
 
 _inside: list[str] = []  # the stages that run now
 _seen: list[str] = []
@@ -19,8 +19,8 @@ _stages: list[str] = []
 def train(config: str, output: str) -> None:
     """Train; what was seen goes to `output`.RANK when the state is loaded."""
     sys.addaudithook(_heard)
-    resuming.find_checkpoint = _watched("find", resuming.find_checkpoint)
-    load = _watched("load", resuming.load_state)
+    start.find_checkpoint = _watched("find", start.find_checkpoint)
+    load = _watched("load", start.load_state)
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
         result = load(*args, **kwargs)
@@ -28,7 +28,7 @@ def train(config: str, output: str) -> None:
         Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps(body))
         return result
 
-    resuming.load_state = loaded
+    start.load_state = loaded
     from llmtrain.cli.rank import train_here
 
     train_here(config, [])

@@ -30,7 +30,7 @@ def save_base(folder: Path, rows: int = ENTRIES, seed: int = 3, **fields: Any) -
 
 def save_tokenizer(folder: Path, more: int = 0) -> Path:
     """The sample's tokenizer, with this many more special tokens."""
-    sample = importlib.resources.files("llmtrain.data.sample")
+    sample = importlib.resources.files("llmtrain.data") / "sample"
     with importlib.resources.as_file(sample) as found:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=False)
     tokenizer.add_tokens([f"<|more-{n}|>" for n in range(more)], special_tokens=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-import llmtrain.data.sample
+import llmtrain.data
 from llmtrain.config.binding import data_settings
 from llmtrain.config.schema import Config
 from llmtrain.data.chat.chat import Chat, Settings
@@ -22,7 +22,7 @@ from llmtrain.data.survey import freeze, survey
 from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 
-SAMPLE = Path(llmtrain.data.sample.__file__).parent
+SAMPLE = Path(llmtrain.data.__file__).parent / "sample"
 DEFAULTS = Settings({}, "all", "error", "split", "text", "auto", "2024-07-26T12:00:00")
 # Pieces of text where tokenizers differ from what one expects.
 FRAGMENTS = (

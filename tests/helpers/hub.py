@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from llmtrain.data.remote.fetch import quiet_hub
+from llmtrain.data.sources.fetch import quiet_hub
 from llmtrain.hashing import mix
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -37,7 +37,6 @@ TOP_LEVEL: dict[str, set[str]] = {
     "distributed": {"torch", "accelerate"},
     "distributed.plan": set(),
     "distributed.launch": set(),
-    "distributed.launch.rendezvous": {"torch"},
     "checkpoint": {"safetensors", "xxhash"},
     "checkpoint.write": {"safetensors", "xxhash", "torch"},
     "checkpoint.background": {"safetensors", "xxhash", "torch"},

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from helpers import flipping
 
 if TYPE_CHECKING:
-    from llmtrain.training.run.run import Run
+    from llmtrain.training.run import Run
 
 HUNG = "hung"  # in the working directory of the run
 _TICK_SECONDS = 0.03
@@ -131,7 +131,7 @@ def hurry() -> None:
 
 def _steps() -> list[int]:
     """The last is the step that has begun."""
-    from llmtrain.training.run.feed import Feed
+    from llmtrain.training.run import Feed
 
     seen, begin = [0], Feed.begin
 

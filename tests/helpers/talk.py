@@ -12,8 +12,7 @@ import torch.distributed as dist
 from llmtrain.agreement import agreed, from_rank_zero
 from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
-from llmtrain.distributed.launch.rendezvous import meet
-from llmtrain.distributed.ranks import lost_peer
+from llmtrain.distributed.ranks import lost_peer, meet
 from llmtrain.errors import PeerError, Problem, UserError
 
 

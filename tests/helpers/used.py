@@ -29,7 +29,7 @@ from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.distributed.engines import state
 from llmtrain.rundir import contents
-from llmtrain.training.run_state import model_files
+from llmtrain.training.saving import model_files
 from llmtrain.training.start.frozen import find_base
 from llmtrain.types import TensorSpec
 

@@ -47,7 +47,7 @@ def sample_texts(count: int) -> list[str]:
     """Articles of the built-in sample."""
     import pyarrow.parquet as pq
 
-    first = importlib.resources.files("llmtrain.data.sample") / "train-00000-of-00004.parquet"
+    first = importlib.resources.files("llmtrain.data") / "sample" / "train-00000-of-00004.parquet"
     return pq.read_table(first, columns=["text"])["text"].to_pylist()[:count]
 
 

@@ -148,7 +148,7 @@ def test_help_loads_no_heavy_package():
 
 STREAM = "import llmtrain.data.stream"
 SHOWING = """\
-import llmtrain.cli.watch, llmtrain.report.compare, llmtrain.tools.launch.library
+import llmtrain.cli.watch, llmtrain.report.compare, llmtrain.tools.launch.launch
 from llmtrain import Result, Run, open_run
 from llmtrain.rundir import contents, failures, goodput, lock, record, status
 """
@@ -276,7 +276,7 @@ def test_a_class_name_has_one_meaning():
 def test_a_file_is_one_subject_and_a_folder_can_be_read_at_a_glance():
     lines = {file: (PACKAGE / file).read_text("utf-8").count("\n") for file in trees()}
     assert [file for file, count in lines.items() if count > 600] == []
-    assert len(lines) <= 220
+    assert len(lines) <= 200
     folders = Counter(str(Path(file).parent) for file in lines if not file.endswith("__init__.py"))
     assert [folder for folder, count in folders.items() if count > 14] == []
 

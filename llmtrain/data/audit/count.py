@@ -37,8 +37,8 @@ from llmtrain.data.file_parts import text_size
 from llmtrain.data.lanes import Lanes, document
 from llmtrain.data.manifest import DataManifest, Source
 from llmtrain.data.packing import START, Document, open_packing, window_tokens
+from llmtrain.data.sources import token_cache as token_cache
 from llmtrain.data.state import DataState
-from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded
 from llmtrain.hashing import mix, permutation
 

@@ -19,8 +19,8 @@ from llmtrain.data.documents.reader import DESCRIBING, Reader, row_order, rows_o
 from llmtrain.data.lanes import Block, Lanes
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.packing import Span
+from llmtrain.data.sources import token_cache as token_cache
 from llmtrain.data.state import DataState
-from llmtrain.data.token_cache import source as token_cache
 from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import Tokenizer
 

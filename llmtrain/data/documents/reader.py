@@ -28,12 +28,11 @@ from llmtrain.config.schema import Answers
 from llmtrain.data.chat.rows import BadRowError, answers_of
 from llmtrain.data.documents import skipped
 from llmtrain.data.documents.lines import A_LIST, BOM, decode_line, fields, line_number
-from llmtrain.data.documents.rows import Rows, as_array
-from llmtrain.data.documents.units import Units, place_of
+from llmtrain.data.documents.units import Rows, Units, as_array, place_of
 from llmtrain.data.manifest import DataManifest, Source, Unit
-from llmtrain.data.remote.fetch import Stopping
+from llmtrain.data.sources import token_cache as token_cache
+from llmtrain.data.sources.fetch import Stopping
 from llmtrain.data.sources.local import TABLES
-from llmtrain.data.token_cache import source as token_cache
 from llmtrain.errors import Problem, UserError
 from llmtrain.hashing import mix, permutation
 

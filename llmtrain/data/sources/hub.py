@@ -19,9 +19,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmtrain.config.schema import SourceConfig
-from llmtrain.data.remote import fetch
-from llmtrain.data.remote.cache import answer_path, cache_root, load_answer, store_answer
-from llmtrain.data.sources import local
+from llmtrain.data.sources import fetch, local
+from llmtrain.data.sources.cache import answer_path, cache_root, load_answer, store_answer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_few, first_line, harmless
 

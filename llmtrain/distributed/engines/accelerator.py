@@ -44,9 +44,8 @@ from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.engines.zero import DeepSpeedEngine
 from llmtrain.distributed.launch.environment import family, model_cut
 from llmtrain.distributed.launch.named import is_true
-from llmtrain.distributed.launch.rendezvous import meet_again
 from llmtrain.distributed.plan.memory import OFFLOADS
-from llmtrain.distributed.ranks import ModelGroups, RankGroup, model_groups
+from llmtrain.distributed.ranks import ModelGroups, RankGroup, meet_again, model_groups
 from llmtrain.types import ModelCut, RankLayout, Ranks, rank_layout
 
 _ROWS, _WIDTH = 1024, 768  # a product as in a small model

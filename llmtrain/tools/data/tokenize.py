@@ -48,10 +48,9 @@ from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.manifest import DataManifest
 from llmtrain.data.repack import KINDS, Rewrite, finished_rows, made_of, rewrite
 from llmtrain.data.sources.local import bounded, distinct, file_format, is_local, list_files, locate
+from llmtrain.data.sources.token_cache import describe_tokenizer, dtype_code
 from llmtrain.data.survey import check, survey
-from llmtrain.data.token_cache.file import dtype_code
-from llmtrain.data.token_cache.source import describe_tokenizer
-from llmtrain.data.token_cache.write import Task, counts_of, join, room_needed, total, write_part
+from llmtrain.data.token_writer import Task, counts_of, join, room_needed, total, write_part
 from llmtrain.data.tokens.encode import DocumentEncoder
 from llmtrain.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any, usable

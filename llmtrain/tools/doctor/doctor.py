@@ -33,7 +33,7 @@ from llmtrain.config.checks import same_bits_in_words
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, TrainTokenizer
 from llmtrain.data.chat.template import NAMED
-from llmtrain.data.remote.fetch import AttemptError, wait_for
+from llmtrain.data.sources.fetch import AttemptError, wait_for
 from llmtrain.data.sources.local import is_local
 from llmtrain.data.survey import Survey, survey
 from llmtrain.distributed.launch.environment import model_cut, split_problems, strategy_problems

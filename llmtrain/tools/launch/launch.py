@@ -2,6 +2,7 @@
 
     llmtrain train CONFIG --processes N       accelerate's, also with --accelerate FILE
     llmtrain train CONFIG --nodes MIN:MAX     torch's elastic agent, see `elastic`
+    llmtrain.train(config, processes=N)       the command line, from a program or a notebook
 
 accelerate's launcher takes a fixed number of machines. So `--nodes` starts torch's, with the
 variables that accelerate's file becomes. Some numbers of machines may not divide the batch: they
@@ -11,11 +12,17 @@ Several machines are told by which address they meet. Torch's launcher would ask
 whether this machine is the one where all meet, and by which address others reach it. On a machine
 with two networks, or whose name means 127.0.1.1, both answers are wrong: no machine opens the
 rendezvous, or each connects to itself. The routing table gives the right answers.
+
+Processes that Python starts cannot run what is typed in a REPL or a notebook, so they run the
+command line, with a config that is written to a temporary file. What that would print comes back as
+a `Result` or an error. accelerate's `notebook_launcher` would fork this process instead, which
+fails once it has used CUDA.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -26,8 +33,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from llmtrain.config.binding import dump
 from llmtrain.config.checks import Rule, apply
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, DistributedConfig, TrainingConfig
@@ -41,14 +49,26 @@ from llmtrain.distributed.launch.environment import (
 )
 from llmtrain.distributed.launch.named import example, is_true, named_family
 from llmtrain.distributed.plan.memory import Hardware
-from llmtrain.errors import RESTARTABLE, Problem, UserError, raise_any, usable
+from llmtrain.errors import (
+    RESTARTABLE,
+    PeerError,
+    Problem,
+    RefusedError,
+    UserError,
+    raise_any,
+    usable,
+)
 from llmtrain.rundir.contents import LOGS
 from llmtrain.rundir.lock import check_file_locks
+from llmtrain.rundir.status import Result, read_status
 from llmtrain.tools.launch import child
 from llmtrain.tools.launch.file import LaunchFile, launch_values, parse_launch_file
 from llmtrain.training.start.claim import rules_of_a_launch
 from llmtrain.training.stop import LAUNCHED
 from llmtrain.types import ModelCut
+
+_log = logging.getLogger(__name__)
+_SHOWN = "the config"  # in messages, in place of the temporary file
 
 
 def meeting(backend: str, first: str) -> tuple[list[str], dict[str, str]]:
@@ -444,3 +464,52 @@ def _own_address(values: Mapping[str, object], env: Mapping[str, str]) -> str:
             "PET_LOCAL_ADDR names an address by which they can\n"
         )
         return "127.0.0.1"
+
+
+def train_in_processes(config: Config, processes: int) -> Result:
+    """Start `accelerate launch` on this machine, wait for the run, and return how it ended.
+
+    config: a checked one; it is not changed
+
+    Raises UserError or RunError by the exit code of the run.
+    """
+    raise_any(_problems(processes))
+    values = config.model_dump(mode="json", by_alias=True)
+    # What was set on a command line, so that the run records it as such.
+    overrides = [
+        f"{key}={json.dumps(_value(values, key), ensure_ascii=False)}"
+        for key, origin in config.origins.items()
+        if origin == "command line"
+    ]
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        path = Path(folder) / "config.yaml"
+        # Without the defaults: the run records for each key in the file that somebody has set it.
+        path.write_text(dump(config, whole=False), encoding="utf-8")
+        try:
+            ended = launch(str(path), overrides, processes=processes)
+        except UserError as error:
+            where = _SHOWN if error.where == str(path) else error.where
+            raise UserError(*error.problems, where=where) from None
+    message = ended.message.replace(str(path), _SHOWN).removeprefix("error: ")
+    if ended.exit_code == UserError.exit_code:
+        raise RefusedError(message)
+    if ended.exit_code:
+        raise PeerError(message, ended.exit_code, rank=0)
+    if message:
+        _log.warning("%s", message)
+    status = read_status(config.run_dir)
+    state, reason = status.get("state"), status.get("reason")
+    if not ended.began:  # it was asked to stop before there was a rank
+        state, reason = "stopped", "signal"
+    return Result(config.run_dir, str(state), 0, reason, int(status.get("step") or 0))
+
+
+def _problems(processes: object) -> Iterator[Problem]:
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        yield Problem("processes", processes, "a whole number ≥ 1, or None for this process alone")
+
+
+def _value(tree: Any, key: str) -> object:
+    for part in key.split("."):
+        tree = tree[int(part) if isinstance(tree, list) else part]
+    return tree

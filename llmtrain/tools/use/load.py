@@ -8,14 +8,19 @@ parameter, as it differs by kind:
 
 The trap: peft loads a file that lacks tensors, or has others, without an error. So names and shapes
 are compared first.
+
+Tensors are read and written by safetensors. A file that is read is mapped while one of its tensors
+is in use. Only what is touched of it is in memory, so an export holds one file that it writes, and
+of those that it reads no more than that.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +28,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from llmtrain.checkpoint import disk, format as form
 from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.accelerator import on_cpu
 from llmtrain.distributed.engines.state import ADAPTER
-from llmtrain.errors import Problem, UserError, raise_any
+from llmtrain.errors import DISK_FAILED, Problem, RunError, UserError, needed_on_disk, raise_any
 from llmtrain.model import attention, build, scorer, tokenizer as tokenizers, untrusted
 from llmtrain.model.base import CONFIG, Base, check_code
 from llmtrain.model.tokenizer import grow, rows_for, set_rows
 from llmtrain.model.trainable import BASE_FILE, hold_base
 from llmtrain.text import first_line
-from llmtrain.tools.use import tensors
 from llmtrain.tools.use.target import (
     KEY,
     Seen,
@@ -46,13 +51,13 @@ from llmtrain.tools.use.target import (
     round_layers,
 )
 from llmtrain.training.start.frozen import what_changed
-from llmtrain.types import JsonMapping, JsonObject, TensorSpec
+from llmtrain.types import JsonMapping, JsonObject, Spec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
 
 # Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
 # lora_ga) change it when the adapter is made, so that its file is of no use without that change.
@@ -65,6 +70,91 @@ _LONGEST = 200  # characters of a value in a message
 
 Size = Annotated[int, Field(ge=1)]
 Row = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Tensors on disk, in one file or several.
+
+    files: name → its file in the directory
+    specs: name → dtype and shape
+    """
+
+    directory: Path
+    files: Mapping[str, str]
+    specs: Mapping[str, TensorSpec]
+
+    @classmethod
+    def of(cls, directory: Path, *names: str) -> Stored:
+        """Return the tensors of these files. Raises as `specs` does."""
+        parts = {file: specs(directory, file) for file in names}
+        files = {name: file for file, part in parts.items() for name in part}
+        return cls(directory, files, {name: parts[file][name] for name, file in files.items()})
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor. Raises RunError 74 if the disk does not answer."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self.directory / self.files[name]
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise _no_answer(path, error) from error
+        return tensor
+
+
+def of_model(directory: Path, listed: Collection[str] | None = None) -> Stored:
+    """Return the tensors of a model directory. Raises UserError if its files are not whole.
+
+    listed: the files to choose from; None = all of the directory
+    """
+    files = listed if listed is not None else [path.name for path in directory.iterdir()]
+    whole = "model.safetensors"
+    names = [whole] if whole in files else [one for one in files if one.startswith("model-")]
+    return Stored.of(directory, *sorted(one for one in names if one.endswith(form.TENSORS)))
+
+
+def specs(directory: Path, name: str) -> dict[str, TensorSpec]:
+    """Return dtype and shape of each tensor of a file.
+
+    Raises UserError if the file is missing or has no valid header, RunError 74 if the disk does not
+    answer.
+    """
+    try:
+        return form.check_tensors(directory, name)
+    except (form.DamagedError, FileNotFoundError) as error:
+        why = error.reason if isinstance(error, form.DamagedError) else "there is no such file"
+        problem = Problem(str(directory / name), None, f"whole safetensors ({why})")
+        raise UserError(problem) from error
+    except OSError as error:
+        raise _no_answer(directory / name, error) from error
+
+
+def _no_answer(path: Path, error: Exception) -> RunError:
+    remedy = "see that the disk can be read, then give the same command again"
+    return RunError(f"cannot read {path}: {error}", DISK_FAILED, remedy)
+
+
+def write(directory: Path, spec: Spec, read: Callable[[str], Tensor]) -> None:
+    """Write and sync the files of a spec, one after the other, with no more than one in memory.
+
+    read: returns a tensor in the dtype of the spec; no two may share memory
+
+    Raises RunError 74 if the disk refuses.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    for file, part in spec.items():
+        path = directory / file
+        with needed_on_disk(path):
+            try:
+                save_file({name: read(name).contiguous() for name in part}, path, {"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+            path.chmod(directory.stat().st_mode & 0o666)  # it is made for its owner alone
+            disk.durable(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 class _AdapterSettings(BaseModel):
@@ -145,7 +235,7 @@ def inject_adapter(model: PreTrainedModel, directory: Path) -> dict[str, torch.n
         model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
     )
     parameters = {f"{_PREFIX}{name}": parameter for name, parameter in state_dict.items()}
-    raise_any(_compare(parameters, tensors.specs(directory, ADAPTER), directory))
+    raise_any(_compare(parameters, specs(directory, ADAPTER), directory))
     return parameters
 
 
@@ -155,7 +245,7 @@ def attach_adapter(model: PreTrainedModel, directory: Path) -> set[str]:
     Returns the names of its parameters in the model.
     """
     parameters = inject_adapter(model, directory)
-    stored = tensors.Stored.of(directory, ADAPTER)
+    stored = Stored.of(directory, ADAPTER)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values = {names[id(parameters[name])]: stored.read(name).float() for name in parameters}
     model.load_state_dict(values, strict=False, assign=True)

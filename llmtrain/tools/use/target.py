@@ -39,7 +39,7 @@ from llmtrain.model.base import Base
 from llmtrain.rundir import contents
 from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line
-from llmtrain.tools.checkpoints import look
+from llmtrain.tools.checkpoints import CheckpointPath, place_of
 from llmtrain.training.start.frozen import kept_base, resolve_adapter, trained_tokens, what_changed
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -105,7 +105,7 @@ def find_target(given: str, revision: str | None = None) -> Target:
     path = Path(given)
     if path.is_dir():
         try:
-            place = look.place_of(path)
+            place = place_of(path)
         except UserError:
             if not any((path / name).is_file() for name in _MODEL_FILES):
                 raise UserError(Problem(KEY, given, _EXPECTED)) from None
@@ -158,7 +158,7 @@ def refusals() -> tuple[type[Exception], ...]:
     return HfHubHTTPError, HFValidationError, RevisionResolutionError, HTTPError, OSError
 
 
-def _best(given: str, place: look.CheckpointPath) -> str:
+def _best(given: str, place: CheckpointPath) -> str:
     """Return the name of the checkpoint that `model.from` would begin with, too."""
     known = read_status(place.run_dir).get("run_id") if place.run_dir else None
     name = candidates.best(place.root, known)

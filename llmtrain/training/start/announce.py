@@ -17,7 +17,7 @@ from llmtrain.config.checks import same_bits_in_words
 from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.text import plural
 from llmtrain.training.optimizer import learning_rate
-from llmtrain.training.run.run import Run
+from llmtrain.training.run import Run
 from llmtrain.training.saving import warn_of_grace
 from llmtrain.training.start.claim import ClaimedRun
 from llmtrain.training.start.data import few_steps

@@ -21,13 +21,13 @@ from llmtrain.data.documents.reader import Reading, reading_of
 from llmtrain.data.file_parts import UNITS_PER_LANE
 from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import DataManifest
-from llmtrain.data.remote.fetch import Stopping
+from llmtrain.data.sources.fetch import Stopping
 from llmtrain.data.state import DataState, carry_over, check, differing
 from llmtrain.data.stream import discard_factor, open_stream
 from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.rundir.contents import HELDOUT, TOKENIZER
-from llmtrain.training.run.run import DataSide, Processes
+from llmtrain.training.run import DataSide, Processes
 from llmtrain.training.start import prepare
 from llmtrain.types import JsonMapping, Ranks
 

@@ -53,8 +53,8 @@ from llmtrain.model.tokenizer import new_entries, special_tokens, token_ids
 from llmtrain.rundir import contents
 from llmtrain.rundir.contents import AUTO
 from llmtrain.rundir.status import FrozenChoices, read_status
-from llmtrain.training.run.guards import check_replicas
-from llmtrain.training.run.run import Processes
+from llmtrain.training.guards import check_replicas
+from llmtrain.training.run import Processes
 from llmtrain.types import Compiled, Ranks, Spec
 
 if TYPE_CHECKING:

@@ -28,22 +28,19 @@ from llmtrain.metrics.meter import DataFailedError, Meter
 from llmtrain.metrics.progress import Busy
 from llmtrain.rundir import contents, failures
 from llmtrain.training import ending, stop
+from llmtrain.training.due import Due, agreed_stop
+from llmtrain.training.guards import Guards
+from llmtrain.training.journal import Journal, RunLog
 from llmtrain.training.optimizer import learning_rate
-from llmtrain.training.out_of_memory import compared_with_plan
-from llmtrain.training.run.due import Due, agreed_stop
-from llmtrain.training.run.feed import Feed
-from llmtrain.training.run.guards import Guards
-from llmtrain.training.run.journal import Journal, RunLog
-from llmtrain.training.run.run import DataSide, ModelSide, Processes, Run
+from llmtrain.training.run import DataSide, Feed, ModelSide, Processes, Run
 from llmtrain.training.saving import open_saves, reserve
-from llmtrain.training.start import resuming
 from llmtrain.training.start.announce import announce, ready, report_changes
 from llmtrain.training.start.claim import ClaimedRun, claim
 from llmtrain.training.start.data import open_data, with_steps
-from llmtrain.training.start.planning import work
+from llmtrain.training.start.planning import compared_with_plan, work
 from llmtrain.training.start.processes import start_processes
 from llmtrain.training.start.reference import find_column, with_reference
-from llmtrain.training.start.weights import build_model
+from llmtrain.training.start.weights import build_model, find_checkpoint, load_state
 from llmtrain.training.step import flags
 from llmtrain.training.stop import Requests
 from llmtrain.training.watchdog import Watchdog, watching
@@ -77,7 +74,7 @@ def start_run(config: Config) -> Iterator[Run]:
             stopping = threading.Event()
             signals.cut_short(_OPENING_SECONDS, stopping.set)
             with stage():
-                resumed = resuming.find_checkpoint(config, processes, here.place, journal, patience)
+                resumed = find_checkpoint(config, processes, here.place, journal, patience)
             with stage():
                 data = open_data(config, processes, resumed, stack, stopping)
                 config = with_steps(config, processes, data, resumed)
@@ -92,7 +89,7 @@ def start_run(config: Config) -> Iterator[Run]:
                 run = with_reference(run, wanted)
             if resumed:
                 with stage():
-                    resuming.load_state(processes, model, resumed, patience)
+                    load_state(processes, model, resumed, patience)
             here.watchdog.follow(run.guards.median_seconds)
             announce(run)
             report_changes(run, here.place)

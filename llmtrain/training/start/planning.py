@@ -4,7 +4,7 @@
 
 Every rank plans by itself, from the config, the run directory and its own device. Once the ranks
 can communicate they compare their plans. `llmtrain plan` uses the same functions for other
-machines.
+machines. A run whose device has no memory left reports the plan, the peak, and one change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +45,10 @@ from llmtrain.distributed.plan.strategy import (
     choose_strategy,
     layout_in_words,
     missing,
+    remedy,
 )
-from llmtrain.errors import Problem, UserError, raise_any
-from llmtrain.metrics.memory import host_bytes
+from llmtrain.errors import Problem, RunError, UserError, raise_any
+from llmtrain.metrics.memory import host_bytes, peak_bytes
 from llmtrain.model import tensor, trainable
 from llmtrain.model.base import Base
 from llmtrain.model.build import model_config, stored_config
@@ -57,7 +60,7 @@ from llmtrain.rundir import contents
 from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.text import first_line, size
 from llmtrain.training.optimizer import algorithms
-from llmtrain.training.run.run import Planned
+from llmtrain.training.run import Planned, Processes
 from llmtrain.training.start import frozen
 from llmtrain.training.start.small_trials import stage_problems
 from llmtrain.types import WHOLE, ModelCut, ModelShape, Saved
@@ -72,6 +75,9 @@ MOST_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 _MANY_BLOCKS = 1_000  # more than any model has; they are built in a few seconds
 _BYTES_OF_FP32 = 4
 FROZEN = ("micro_batch_size", "activation_checkpointing", "fsdp_sync")
+# torch writes "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …"
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]i)?B")
+_BYTES = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,3 +437,56 @@ def tokens_of(config: Config, run_dir: Path | None, base: Base | None) -> Specia
         return SpecialTokens(asked.train + len(added), 0, 0, 0)  # the special one is its first
     path, revision = frozen.named_tokenizer(asked, base)
     return special_tokens(path, revision, added)
+
+
+@contextmanager
+def compared_with_plan(config: Config, processes: Processes) -> Iterator[None]:
+    """Turn a lack of device memory in the block into a UserError that compares it with the plan.
+
+    Where that cannot be computed, torch's error is raised.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        try:
+            problem = _compare(config, processes, error)
+        except (CannotCountError, UserError, RunError):  # the model can no longer be read
+            problem = None
+        if problem is None:
+            raise
+        raise UserError(problem) from error
+
+
+def _compare(config: Config, processes: Processes, error: Exception) -> Problem | None:
+    """Return the problem, with the smallest change that helps; None if memory was not planned."""
+    planned, hardware = processes.planned, processes.planned.hardware
+    if planned.memory is None:
+        return None
+    asked = work(config, processes.auto.run["precision"], cpu=hardware.cpu, run_dir=config.run_dir)
+    model = describe(config, hardware, config.run_dir, processes.base)
+    layout = planned.layout
+    micro = processes.auto.micro_batch_size or layout.micro_batch_size  # as it was found by trying
+    share = asked.global_batch_size // processes.launched.layout.data_size
+    layout = replace(layout, micro_batch_size=micro, accumulation=share // micro)
+    arithmetic = memory.arithmetic_of(layout.strategy, asked.precision)
+    saved = model.count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
+    plan = memory.memory(model.shape, saved, asked, layout, hardware)
+    peak, more = peak_bytes(processes.launched.device), asked_bytes(str(error))
+    # The run needs at least what it had and asked for; the device refused it, so it was too much.
+    needed = max(peak + more, hardware.device_bytes + 1)
+    known = (model.shape, model.count, asked, layout, hardware, model.cuts)
+    change = remedy(*known, needed - plan.total_bytes)
+    summary, _, _ = first_line(error).partition(" Including ")  # how torch divided what it has
+    return Problem(
+        "device memory",
+        f"{size(peak)} at the peak" + (f", and {size(more)} more asked for" if more else ""),
+        f"at most the {size(plan.total_bytes)} planned for {layout_in_words(layout)} of "
+        f"{size(hardware.device_bytes)} ({summary})",
+        f"{change}; `llmtrain plan` shows other changes",
+    )
+
+
+def asked_bytes(text: str) -> int:
+    """Return how many bytes the failed allocation asked for; 0 if the message does not tell."""
+    match = _ASKED.search(text)
+    return int(float(match[1]) * _BYTES[match[2]]) if match else 0

@@ -21,7 +21,7 @@ from llmtrain.data.chat.chat import Chat, Settings
 from llmtrain.data.chat.template import template_text
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.manifest import DataManifest
-from llmtrain.data.remote.fetch import Stopping
+from llmtrain.data.sources.fetch import Stopping
 from llmtrain.data.state import DataState, check
 from llmtrain.data.tokens import tokenizer as tokenizers
 from llmtrain.data.tokens.encode import DocumentEncoder, chat_facts, settings_of
@@ -230,7 +230,7 @@ def make_tokenizer(
         (partial / "tokenizer_config.json").write_text(tokenizers.tokenizer_config(), "utf-8")
         _log.info("trained the tokenizer in %.0f s", time.perf_counter() - start)
     elif asked == "sample":
-        sample = importlib.resources.files("llmtrain.data.sample")
+        sample = importlib.resources.files("llmtrain.data") / "sample"
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (partial / name).write_bytes((sample / name).read_bytes())
     elif asked == "auto":

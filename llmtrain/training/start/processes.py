@@ -20,15 +20,15 @@ from llmtrain.config.schema import Config
 from llmtrain.distributed.engines import accelerator as launching, zero
 from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.launch.environment import family, model_cut, verify_launch
-from llmtrain.distributed.launch.rendezvous import meet
 from llmtrain.distributed.plan.memory import largest_block
+from llmtrain.distributed.ranks import meet
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.model.base import Base
 from llmtrain.model.build import unknown_fields
 from llmtrain.rundir.contents import check_shared
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import decide_threads
-from llmtrain.training.run.run import Planned, Processes
+from llmtrain.training.run import Planned, Processes
 from llmtrain.training.start import frozen
 from llmtrain.training.start.claim import ClaimedRun, check_start
 from llmtrain.training.start.planning import FROZEN, launch_kind, plan_start

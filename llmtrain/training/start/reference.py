@@ -36,9 +36,9 @@ from llmtrain.data.stream import open_stream
 from llmtrain.errors import Problem, UserError
 from llmtrain.rundir import contents, reference
 from llmtrain.rundir.reference import KEY, Column, DamagedColumnError
+from llmtrain.training.due import agreed_stop
 from llmtrain.training.evaluate import heldout_batch, rounds_of
-from llmtrain.training.run.due import agreed_stop
-from llmtrain.training.run.run import DataSide, Processes, Run
+from llmtrain.training.run import DataSide, Processes, Run
 from llmtrain.training.step import flags, group_order, in_groups, micro_batches
 from llmtrain.types import Batch, JsonMapping
 

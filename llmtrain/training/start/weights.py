@@ -5,16 +5,26 @@ sharded model, a copy for each rank may need more host memory than a machine has
 builds it, the others have it on the meta device, and its weights are sent once every rank has
 allocated its part.
 
-A run of adapters reads the weights of `model.from` at every start, since no checkpoint has them.
+A run of adapters reads the weights of `model.from` at every start, since no checkpoint has them. A
+run that is resumed finds its checkpoint before, and loads its state behind that:
+
+    clean_up → read.find → (the model is built) → read.load_tensors
+
+Random states are none of what is loaded: each step seeds its own draws. The trap: only in a new run
+is it correct to find no checkpoint. If the record names one and none is left, the start is refused,
+since it would silently train the same steps again.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +32,10 @@ from torch import nn
 
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
-from llmtrain.checkpoint.disk import check_room
+from llmtrain.checkpoint import candidates, format as form, read
+from llmtrain.checkpoint.disk import Patience, check_room
 from llmtrain.checkpoint.read import ResumePoint
+from llmtrain.config.binding import Bound, changes, refusals
 from llmtrain.config.schema import Config, TrainingConfig
 from llmtrain.data.manifest import DataManifest
 from llmtrain.distributed.engines import fsdp, sequence, state as tensors
@@ -31,6 +43,7 @@ from llmtrain.distributed.engines.accelerator import Launched
 from llmtrain.distributed.engines.pipeline import PipelineEngine
 from llmtrain.distributed.launch.environment import family
 from llmtrain.distributed.plan.balance import stages_of
+from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.metrics import memory
 from llmtrain.model import attention, build, shape
 from llmtrain.model.base import Base
@@ -39,9 +52,11 @@ from llmtrain.model.loss import Head, LossModule, examine, why_wrapped
 from llmtrain.model.tensor import add_up, cut_model
 from llmtrain.model.tokenizer import special_tokens
 from llmtrain.rundir import contents
+from llmtrain.training.journal import Journal
 from llmtrain.training.optimizer import make_optimizer
-from llmtrain.training.run.run import ModelSide, Processes
+from llmtrain.training.run import ModelSide, Processes
 from llmtrain.training.start import frozen, small_trials, trials
+from llmtrain.training.start.claim import ClaimedRun, asked_resume
 from llmtrain.types import Compiled
 
 if TYPE_CHECKING:
@@ -294,3 +309,87 @@ def _micro_batch_size(config: TrainingConfig, processes: Processes, trial: trial
     size = trials.fitting_micro_batch(trial, [n for n in range(planned, 0, -1) if rows % n == 0])
     auto.micro_batch_size = size
     return size
+
+
+def find_checkpoint(
+    config: Config, processes: Processes, place: ClaimedRun, journal: Journal, patience: Patience
+) -> ResumePoint | None:
+    """Return the checkpoint to resume from, the same on all ranks; None in a new run.
+
+    Reports checkpoints that it quarantines or removes as events. Raises UserError if a person must
+    decide, RunError (74) if the disk does not answer, StoppedError at a stop.
+    """
+    system.beat("looking for a checkpoint")
+    root = config.run_dir / contents.CHECKPOINTS
+    asked, ranks = config.checkpoint, processes.launched.ranks
+    on_rank_zero(ranks, lambda: _clear_away(root, journal))
+    resume = asked_resume(asked.resume, os.environ)
+    if resume == "never":  # `claim` has checked that there is no checkpoint
+        _log.info("run       %s: a new run, as checkpoint.resume = never asks", config.run_dir)
+        return None
+    start = time.perf_counter()
+    resume_point = read.find(
+        root,
+        processes.run_id,
+        ranks,
+        resume=resume,
+        verify=asked.verify,
+        supersede=asked.supersede,
+        log=lambda event, detail: journal.event(event, 0, **detail),
+        patience=patience,
+    )
+    agreed(ranks, lambda: _refuse_other(resume_point, config, processes.bound, place))
+    if resume_point is None:
+        if place.begun:
+            journal.event("begun_again", 0, reason="no checkpoint was committed before")
+        _log.info("run       %s: a new run", config.run_dir)
+        return None
+    known = form.step_of(place.checkpoint) if place.checkpoint else None
+    if known and known > resume_point.step and resume == "auto":  # older than the record names
+        missing = {"checkpoint": place.checkpoint, "used": resume_point.name}
+        journal.event("checkpoint_missing", resume_point.step, **missing)
+    seconds = time.perf_counter() - start
+    why = "the newest valid one" if resume == "auto" else f"as checkpoint.resume = {resume} asks"
+    _log.info(
+        "run       %s: resuming at step %s from %s, %s (verified in %.1f s)",
+        *(config.run_dir, f"{resume_point.step:,}", resume_point.name, why, seconds),
+    )
+    return resume_point
+
+
+def load_state(
+    processes: Processes, model: ModelSide, resume_point: ResumePoint, patience: Patience
+) -> None:
+    """Load the weights and the optimizer state of the checkpoint.
+
+    Raises UserError if the checkpoint's tensors are not those of the model, RunError (74) and
+    StoppedError as `find_checkpoint` does.
+    """
+    system.beat("loading the checkpoint")
+    engine = processes.launched.engine
+    pieces = engine.pieces(model.spec, writing=False)
+    read.load_tensors(resume_point, model.spec, pieces, processes.launched.ranks, patience=patience)
+    engine.finish_loading(resume_point.state["optimizer_steps"])
+
+
+def _clear_away(root: Path, journal: Journal) -> None:
+    """Remove the unfinished saves and deletions of a killed start."""
+    if gone := candidates.clean_up(root):
+        journal.event("leftovers_removed", 0, names=gone)
+
+
+def _refuse_other(
+    resume_point: ResumePoint | None, config: Config, bound: Bound, place: ClaimedRun
+) -> None:
+    """Refuse a checkpoint of another config, and none where the record of the run names one.
+
+    The former even if config.yaml was lost or changed.
+    """
+    if resume_point is not None:
+        changed = changes(resume_point.state["config"], bound.binding)
+        raise_any(refusals(changed, config.checkpoint.accept_changes, f"as in {resume_point.name}"))
+    elif place.checkpoint is not None:
+        root = config.run_dir / contents.CHECKPOINTS
+        expected = f"{place.checkpoint}, which the record of the run names"
+        remedy = "put it back, or begin again in another run.dir"
+        raise UserError(Problem(str(root), "no checkpoint", expected, remedy))

@@ -391,14 +391,14 @@ def test_verify_lists_everything_that_is_wrong(root):
 TORCH_FREE = """
 import sys
 from pathlib import Path
-from llmtrain.checkpoint import format, read, retention
+from llmtrain.checkpoint import candidates, format, read
 from llmtrain.config.schema import CheckpointConfig
 from llmtrain.rundir import lock
 from llmtrain.agreement import Alone
 root = Path(sys.argv[1])
 assert read.verify(root / "step-00000008") == []
 assert read.find(root, None, Alone()).step == 8
-retention.prune(root, CheckpointConfig(keep_last=2), "x", None)
+candidates.prune(root, CheckpointConfig(keep_last=2), "x", None)
 print([name for name in ("torch", "transformers", "accelerate") if name in sys.modules])
 """
 

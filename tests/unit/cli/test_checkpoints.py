@@ -9,8 +9,8 @@ from helpers.damage import sign
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.read import tensors_digest
 from llmtrain.cli.main import main
-from llmtrain.tools.checkpoints import rehearse as tool
-from llmtrain.tools.checkpoints.rehearse import Compared, Rehearsal, RehearsedLaunch, RehearsedSizes
+from llmtrain.tools import rehearse as tool
+from llmtrain.tools.rehearse import Compared, Rehearsal, RehearsedLaunch, RehearsedSizes
 
 MODEL = "model.safetensors"
 

@@ -1,7 +1,6 @@
 import pytest
 
-from llmtrain.config.keys import ITEM, all_keys, sections
-from llmtrain.config.suggestions import foreign, guess, near_section
+from llmtrain.config.keys import ITEM, all_keys, foreign, guess, near_section, sections
 
 
 @pytest.mark.parametrize(

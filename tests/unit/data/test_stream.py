@@ -22,7 +22,7 @@ from helpers import corpus, reference_stream, vocabularies
 from helpers.rings import dear
 from hypothesis import given, settings, strategies as st
 
-import llmtrain.data.sample
+import llmtrain.data
 from llmtrain.batch_size import BatchSize
 from llmtrain.data.documents.reader import Reader, Reading
 from llmtrain.data.documents.units import Units
@@ -500,7 +500,7 @@ def test_workers_leave_the_global_random_numbers_alone(single, place):
 
 @pytest.mark.parametrize("name", ["sample", pytest.param("20140304.en", marks=pytest.mark.slow)])
 def test_a_hundred_blocks_of_articles_are_their_own_text(tmp_path, name):
-    sample = Path(llmtrain.data.sample.__file__).parent
+    sample = Path(llmtrain.data.__file__).parent / "sample"
     articles = sample if name == "sample" else vocabularies.shared(f"wikipedia/{name}")
     tokenizer = open_tokenizer(corpus.write_tokenizer(tmp_path / "tokenizer"))
     manifest = corpus.manifest_of(tmp_path / "tokenizer", articles, seq_len=256, heldout=0.005)

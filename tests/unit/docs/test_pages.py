@@ -19,10 +19,9 @@ from helpers.ranks import ROOT
 from helpers.shown_commands import CannotBeGivenError, check
 
 from llmtrain.config.binding import data_settings
-from llmtrain.config.keys import all_keys
+from llmtrain.config.keys import all_keys, foreign, guess
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
-from llmtrain.config.suggestions import foreign, guess
 from llmtrain.data.audit.first_rows import check_first_rows, count_unread
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rows import NEEDED, PAIR_FORMS

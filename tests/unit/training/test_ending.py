@@ -12,7 +12,7 @@ from llmtrain.errors import RESTARTABLE, RunError, UserError
 from llmtrain.rundir import failures
 from llmtrain.rundir.status import read_status
 from llmtrain.training.ending import StoppedEarlyError, record_end, report_documents, stoppable
-from llmtrain.training.run.journal import Journal
+from llmtrain.training.journal import Journal
 from llmtrain.training.stop import Signals
 
 

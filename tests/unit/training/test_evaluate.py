@@ -13,8 +13,8 @@ from llmtrain.agreement import Alone
 from llmtrain.data.chat.end_of_turn import EndOfTurn
 from llmtrain.data.heldout import HeldOut, HeldOutPart
 from llmtrain.model.loss import LossModule
+from llmtrain.training.due import Due
 from llmtrain.training.evaluate import by_source, evaluate, sample
-from llmtrain.training.run.due import Due
 from llmtrain.types import NOT_TRAINED, Evaluation, Flags, rank_layout
 
 VOCABULARY = 31

@@ -10,7 +10,7 @@ from helpers.checkpoints import RUN, save
 from helpers.tiny import tiny_config
 
 from llmtrain.agreement import Alone
-from llmtrain.checkpoint import retention
+from llmtrain.checkpoint import candidates
 from llmtrain.config.schema import Config
 from llmtrain.training.saving import Saves, _retain, reserve, short_of_memory
 
@@ -70,7 +70,7 @@ def test_a_disk_that_refuses_a_deletion_ends_no_run(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     policy = Config.model_validate(tiny_config(tmp_path)).checkpoint
-    monkeypatch.setattr(retention, "prune", refused)
+    monkeypatch.setattr(candidates, "prune", refused)
     events: list[tuple[str, int]] = []
     run = SimpleNamespace(
         processes=SimpleNamespace(run_id="one"),

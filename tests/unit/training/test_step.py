@@ -20,9 +20,8 @@ from llmtrain.config.schema import DistributedConfig
 from llmtrain.distributed.engines import engine
 from llmtrain.distributed.engines.accelerator import close, make_accelerator
 from llmtrain.pairs import Pairs
-from llmtrain.training import loop, stop as requests
-from llmtrain.training.run import journal
-from llmtrain.training.run.journal import RunLog
+from llmtrain.training import journal, loop, stop as requests
+from llmtrain.training.journal import RunLog
 from llmtrain.training.step import begin, group_order, host_part, in_groups, seed_generators
 from llmtrain.types import FLAGS, SLOTS, Batch, Flags, ModelCut, rank_layout
 

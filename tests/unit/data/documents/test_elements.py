@@ -7,8 +7,8 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from llmtrain.data.documents import elements
-from llmtrain.data.documents.elements import (
+from llmtrain.data.documents import lines
+from llmtrain.data.documents.lines import (
     array_elements,
     csv_header,
     csv_objects,
@@ -47,7 +47,7 @@ def test_every_element_of_an_array_is_found_with_its_place(rows, indent, mark, e
 
 
 def test_memory_is_that_of_a_part_of_the_file(monkeypatch):
-    monkeypatch.setattr(elements, "MIB", 100)
+    monkeypatch.setattr(lines, "MIB", 100)
     rows = [{"text": f"{n} " * 10} for n in range(300)]
     data = io.BytesIO(json.dumps(rows).encode())
     asked = []
@@ -61,8 +61,8 @@ def test_memory_is_that_of_a_part_of_the_file(monkeypatch):
 
 
 def test_an_element_without_end_is_refused_at_a_limit(monkeypatch):
-    monkeypatch.setattr(elements, "DECODED_LIMIT", 1000)
-    monkeypatch.setattr(elements, "MIB", 100)
+    monkeypatch.setattr(lines, "DECODED_LIMIT", 1000)
+    monkeypatch.setattr(lines, "MIB", 100)
     file = io.BytesIO(b'[{"text": "' + b"x" * 100_000)
     with pytest.raises(UnreadableError, match="Unterminated string"):
         list(array_elements(file.read, "a.json"))

@@ -7,8 +7,8 @@ from helpers import corpus
 
 from llmtrain.config.binding import data_settings
 from llmtrain.data.documents.reader import Reader, Reading
-from llmtrain.data.documents.rows import as_array, refuse_other_encoding
 from llmtrain.data.documents.skipped import UnreadableError
+from llmtrain.data.documents.units import as_array, refuse_other_encoding
 from llmtrain.data.survey import survey
 from llmtrain.errors import UserError
 

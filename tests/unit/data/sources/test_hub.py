@@ -7,8 +7,7 @@ import pytest
 from helpers import corpus, hub
 
 from llmtrain.config.schema import SourceConfig
-from llmtrain.data.remote import fetch
-from llmtrain.data.sources import hub as resolving
+from llmtrain.data.sources import fetch, hub as resolving
 from llmtrain.data.sources.hub import resolve
 from llmtrain.errors import RunError, UserError
 

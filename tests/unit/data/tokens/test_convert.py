@@ -42,7 +42,7 @@ def convertible(request, small, saved):
     if request.param == "small":
         return small
     if request.param == "sample":
-        return importlib.resources.files("llmtrain.data.sample")
+        return importlib.resources.files("llmtrain.data") / "sample"
     return saved(request.param)
 
 

@@ -409,7 +409,7 @@ def test_a_run_that_began_has_its_tokenizer_whatever_the_hub_says(tmp_path, hub)
     hub.down = True
     asked = case(tmp_path, "model.tokenizer=someone/gone", text=SMALL)
     (asked.config.run_dir / "tokenizer").mkdir(parents=True)
-    sample = resources.files("llmtrain.data.sample")
+    sample = resources.files("llmtrain.data") / "sample"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (asked.config.run_dir / "tokenizer" / name).write_bytes((sample / name).read_bytes())
     (asked.config.run_dir / "auto.json").write_text("{}")
@@ -475,7 +475,7 @@ def test_a_local_model_directory_is_described(tmp_path):
     tokens = tokens_of(made.config, made.config.run_dir, None)
     hf = model_config(made.config.model, tokens, 16)
     hf.save_pretrained(tmp_path / "model")
-    sample = Path(resources.files("llmtrain.data.sample"))
+    sample = Path(resources.files("llmtrain.data") / "sample")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((sample / name).read_bytes())
     text = SMALL.replace(SMALL[: SMALL.index("data:")], f"model: {{from: {tmp_path / 'model'}}}\n")

@@ -13,7 +13,7 @@ import llmtrain
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem, UserError
-from llmtrain.tools.launch import library as module
+from llmtrain.tools.launch import launch as module
 from llmtrain.tools.launch.child import Ended, passing_signals_on
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.errors import UserError
 from llmtrain.tools.use import load
-from llmtrain.tools.use.export.merge import merged_weights
 from llmtrain.tools.use.load import base_directory, open_model
+from llmtrain.tools.use.merge import merged_weights
 from llmtrain.tools.use.target import find_target
 
 

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from llmtrain.agreement import Alone
 from llmtrain.distributed.engines import accelerator
 from llmtrain.distributed.engines.accelerator import Rates
-from llmtrain.distributed.launch.rendezvous import Meeting
+from llmtrain.distributed.ranks import Meeting
 from llmtrain.training.start.processes import decide_precision
 
 
