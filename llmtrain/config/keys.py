@@ -111,10 +111,8 @@ _CONVERTED = {
     ),
     "optim": ("optimizer.name", "adamw, adamw_8bit or muon"),
     "use_dora load_in_4bit": ("adapter.kind", "dora, rslora, lora or qlora"),
-    "dpo grpo": (
-        "",
-        "preferences are not trained here: train on the answers, llmtrain export, then trl",
-    ),
+    "dpo": ("preference.loss", "a name, such as dpo or kto"),
+    "grpo": ("", "nothing is generated while training: train, llmtrain export, then trl"),
     "stage": ("", "the data decides: texts are trained whole, of conversations the answers"),
     "finetuning_type": ("adapter.kind", "none trains all weights; lora, dora, rslora or qlora"),
     "early_stopping": (

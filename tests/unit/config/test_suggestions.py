@@ -50,7 +50,8 @@ from llmtrain.config.keys import ITEM, all_keys, foreign, guess, near_section, s
         ("tensor_parallel_size", "distributed.tensor_parallel"),
         ("pp_size", "distributed.pipeline_parallel"),
         ("context_parallel_size", "distributed.sequence_parallel"),
-        ("training.dpo", ""),
+        ("training.dpo", "preference.loss"),
+        ("training.grpo", ""),
         ("training.stage", ""),
         ("training.early_stopping", "evaluation.patience"),
         ("neftune_noise_alpha", ""),
@@ -65,7 +66,8 @@ def test_what_was_meant_is_found(name, meant):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("training.dpo", "llmtrain export, then trl"),
+        ("training.dpo", "a name, such as dpo"),
+        ("training.grpo", "llmtrain export, then trl"),
         ("stage", "of conversations the answers"),
         ("early_stopping", "without a lower loss end the run"),
         ("training.neftune", "adapter.dropout is what there is"),
