@@ -20,7 +20,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ def clear(run_dir: Path, rank: int, world_size: int) -> None:
 
 def read(run_dir: Path) -> list[Mark]:
     """Return the marks of all ranks, of any start, in the order of ranks."""
-    return [*_read_all(_path(run_dir, rank) for rank in sorted(_ranks(run_dir)))]
+    return _read_all(_path(run_dir, rank) for rank in sorted(_ranks(run_dir)))
 
 
 def has(run_dir: Path, rank: int) -> bool:
@@ -177,23 +177,19 @@ def silent(run_dir: Path, environ: Mapping[str, str]) -> list[int]:
 
 def versions(run_dir: Path) -> dict[Path, tuple[int, int]]:
     """Return path → (inode, modification time) of the marks that exist now, for `new_since`."""
-    paths = (_path(run_dir, rank) for rank in _ranks(run_dir))
-    # None: its rank has started again and removed it.
-    return {path: known for path in paths if (known := version(path))}
-
-
-def version(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes whenever a file is written; None if it does not exist."""
-    with suppress(OSError):
-        stat = path.stat()
-        return stat.st_ino, stat.st_mtime_ns
-    return None
+    stamps = {}
+    for rank in _ranks(run_dir):
+        path = _path(run_dir, rank)
+        with suppress(FileNotFoundError):  # its rank has started again and removed it
+            stat = path.stat()
+            stamps[path] = (stat.st_ino, stat.st_mtime_ns)
+    return stamps
 
 
 def new_since(run_dir: Path, before: Mapping[Path, tuple[int, int]]) -> list[Mark]:
     """Return the marks that are new or changed since `versions` returned `before`, by path."""
-    changed = [path for path, now in versions(run_dir).items() if before.get(path) != now]
-    return [*_read_all(sorted(changed))]
+    changed = [path for path, version in versions(run_dir).items() if before.get(path) != version]
+    return _read_all(sorted(changed))
 
 
 def _path(run_dir: Path, rank: int) -> Path:
@@ -205,13 +201,15 @@ def _ranks(run_dir: Path) -> list[int]:
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 
-def _read_all(paths: Iterable[Path]) -> Iterator[Mark]:
-    """Yield the marks in these files, without files that are gone or are not marks."""
+def _read_all(paths: Iterable[Path]) -> list[Mark]:
+    """Return the marks in these files, without files that are gone or are not marks."""
+    marks = []
     for path in paths:
         with suppress(FileNotFoundError, IsADirectoryError, ValueError, TypeError):
             mark = Mark(**json.loads(path.read_bytes()))
             if isinstance(mark.code, int) and isinstance(mark.rank, int):
-                yield mark
+                marks.append(mark)
+    return marks
 
 
 def _this_start() -> tuple[str, str, int]:

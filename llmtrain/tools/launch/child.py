@@ -31,7 +31,7 @@ from llmtrain import system
 from llmtrain.errors import RESTARTABLE, UserError
 from llmtrain.rundir import failures
 from llmtrain.rundir.contents import STATUS
-from llmtrain.rundir.failures import Mark, new_since, version
+from llmtrain.rundir.failures import Mark, new_since
 from llmtrain.rundir.status import read_status
 from llmtrain.training.stop import LAUNCHED, SUPERVISOR
 from llmtrain.types import JsonMapping
@@ -126,8 +126,7 @@ def run_child(
     """
     import psutil
 
-    status, before = version(run_dir / STATUS), read_status(run_dir)
-    marks = failures.versions(run_dir)
+    status, before, marks = _identity(run_dir), read_status(run_dir), failures.versions(run_dir)
     others = {one.pid for one in psutil.Process().children()}
     # In a session of its own, so that Ctrl-C reaches the child only once, through this process, and
     # not from the terminal as well. It receives SIGTERM if this process is killed.
@@ -140,7 +139,7 @@ def run_child(
     wait_for_ranks(others)
     stopped, now, new = forward.asked is not None, read_status(run_dir), new_since(run_dir, marks)
     put_back = now == before and any(mark.is_cause for mark in new)  # by a start that was refused
-    began = version(run_dir / STATUS) != status and not put_back
+    began = _identity(run_dir) != status and not put_back
     if report and (reported := read_exit_report(report)):
         return Ended(*reported, stopped, began)
     end = judge(now, new, code, changed=began, stopped=stopped)
@@ -268,3 +267,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool
             return False
         time.sleep(_LOOK_SECONDS)
     return True
+
+
+def _identity(run_dir: Path) -> tuple[int, int] | None:
+    """Return a value that changes whenever `status.json` is written; None if it does not exist."""
+    with contextlib.suppress(OSError):
+        stat = (run_dir / STATUS).stat()
+        return stat.st_ino, stat.st_mtime_ns
+    return None
