@@ -543,8 +543,7 @@ class Sample:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The numbers of a finished step, on the host and equal on all ranks.
 
     Units are those of `metrics.jsonl`.

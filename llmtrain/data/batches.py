@@ -151,7 +151,7 @@ def _by_source(
 
     Blocks that have nothing to train are counted, too.
     """
-    tokens: Counter[str] = Counter()
+    tokens: defaultdict[str, int] = defaultdict(int)
     total: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for block, count in zip(blocks, trained, strict=True):
         for k, met in block.counts.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -196,7 +197,7 @@ class ChatFacts:
         return facts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataManifest:
     """Everything that decides which tokens are in block g.
 
@@ -222,7 +223,7 @@ class DataManifest:
         """Shares of the sources, not normalised."""
         return tuple(source.weight for source in self.sources)
 
-    @property
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         """Names of the sources in metrics."""
         return tuple(source.label for source in self.sources)

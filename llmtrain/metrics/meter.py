@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class DataFailedError(Exception):
         self.step = step
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     step: int
     values: Callable[[], list[float]]
     seconds: float

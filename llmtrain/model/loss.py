@@ -295,14 +295,14 @@ class LossModule(nn.Module):
         keywords = model_keywords(position_ids, cu_seq_lens, max_length, seq_idx, in_parts)
         if position_ids is not None:  # in which rows may be joined end to end
             input_ids = input_ids.reshape(position_ids.shape)
-        if (passed := self._pass_on(self.model.base_model, input_ids, keywords)) is not None:
+        decoder = self.model.base_model
+        if (passed := self._pass_on(decoder, input_ids, keywords)) is not None:
             return passed
         if labels is None:
             return self._logits(input_ids, keywords, all_logits)
         known: dict[str, Any] = {"all_trained": all_trained, "trained": trained}
         if self.head is not None or self._scores:
-            hidden = self.model.base_model(input_ids, **keywords)[0]
-            return self._from_hidden(hidden, labels, each, known, pairs)
+            return self._from_hidden(decoder(input_ids, **keywords)[0], labels, each, known, pairs)
         output = self._whole(input_ids, keywords, real)
         return self._from_logits(output, labels, each, known, pairs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Guards:
     skipped_in_a_row: int
     report_event: ReportEvent
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _sorted: list[float] = field(default_factory=list)  # the same, in order
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _spiking: bool = False
 
@@ -66,7 +68,9 @@ class Guards:
         if not numbers.skipped:
             self.skipped_in_a_row = 0
             # Report a loss far above those before it; while it stays high, it is reported once.
-            usual = median(self._losses) if len(self._losses) >= _ENOUGH else math.inf
+            usual, middle = math.inf, len(self._losses) // 2
+            if len(self._losses) >= _ENOUGH:
+                usual = (self._sorted[middle] + self._sorted[~middle]) / 2  # the median
             above = numbers.loss > usual + _DEVIATIONS * _LEAST_DEVIATION
             if above:
                 distance = median(abs(loss - usual) for loss in self._losses)
@@ -76,7 +80,10 @@ class Guards:
                     values = {"loss": numbers.loss, "median": usual, "sigma": sigma}
                     self.report_event("loss_spike", numbers.step, **values)
             self._spiking = above
+            if len(self._losses) == _WINDOW:
+                del self._sorted[bisect_left(self._sorted, self._losses[0])]
             self._losses.append(numbers.loss)
+            insort(self._sorted, numbers.loss)
             return
         self.skipped_in_a_row += 1
         if self.config.on_nonfinite == "stop":

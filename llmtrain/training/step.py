@@ -99,8 +99,9 @@ def update(run: Run, batch: Batch, factor: float) -> None:
         if (added := run.built.loss.router_loss) is not None:
             routers.append(added)
     system.beat("the reduction of a step")
-    vector = step_vector(run, batch, losses, routers)  # fp64
-    sums = sum_vector(vector)  # all numbers in one reduction
+    sums = step_vector(run, batch, losses, routers)  # fp64, of this rank
+    if run.layout.world_size > 1:
+        sum_over_ranks(sums.data)  # of all of them, in one reduction
     driver.clip(sums, run.max_grad_norm)  # decided on the device, as is the skip below
     run.checkpoints.wait_snapshot()  # a background save may still be copying these weights
     driver.step(factor, sums)  # a non-finite update is never applied
@@ -133,9 +134,8 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
 
     Where processes share each row, they are those of this process's positions.
     """
-    device = run.device
-    ids = on_device(device, batch.ids[:, :-1].astype(np.int64))
-    size, count = run.built.micro_batch_size, ids.shape[0]
+    device, ids = run.device, batch.ids[:, :-1].astype(np.int64)
+    size, count = run.built.micro_batch_size, len(ids)
     parts = [slice(first, first + size) for first in range(0, count, size)]
     whole = batch.trained_tokens == batch.labels.size
     pairs = batch.pairs
@@ -148,7 +148,8 @@ def micro_batches(run: Run, batch: Batch) -> list[MicroBatch]:
         positions = layout.positions(labels.shape[1])
         ids, labels = ids[:, positions], labels[:, positions]
     rows: list[MicroBatch] = [
-        {"input_ids": ids[part]} | target_keywords(labels[part], device, whole=whole)
+        {"input_ids": on_device(device, ids[part])}
+        | target_keywords(labels[part], device, whole=whole)
         for part in parts
     ]
     if batch.starts is not None:  # else documents may attend to each other
@@ -183,7 +184,7 @@ def in_groups(batch: Batch, order: np.ndarray) -> Batch:
 
 
 def _padded(
-    run: Run, ids: Tensor, labels: np.ndarray, pairs: Pairs | None, part: slice
+    run: Run, ids: np.ndarray, labels: np.ndarray, pairs: Pairs | None, part: slice
 ) -> MicroBatch:
     """Return the keywords of a micro-batch with a document a row, cut behind the longest."""
     if pairs is not None:
@@ -191,7 +192,8 @@ def _padded(
     width = shown(run, labels)
     labels, positions = labels[:, :width], run.layout.positions(width)
     targets = target_keywords(labels[:, positions], run.device, whole=False)
-    row = {"input_ids": ids[:, positions]} | targets | padding_keywords(run, labels)
+    row = {"input_ids": on_device(run.device, ids[:, positions])} | targets
+    row |= padding_keywords(run, labels)
     if pairs is not None:
         row["pairs"] = pairs_of(run, pairs, part, labels, positions)
     return row if run.layout.sequence_size == 1 else in_parts(row, positions)
@@ -254,11 +256,6 @@ def hide(run: Run, starts: Sequence[np.ndarray]) -> MicroBatch:
     return document_tensors(starts, seq_len, built.hiding, run.device, compiled=compiled)
 
 
-def sum_vector(vector: StepVector) -> StepVector:
-    """Add up the vectors of all ranks: the step's reduction."""
-    return replace(vector, data=sum_over_ranks(vector.data))
-
-
 def flags(run: Run, *, look: bool = True) -> Flags:
     """Return the requests and the state of the save that this rank reports to the others.
 
@@ -300,7 +297,7 @@ def step_vector(
             numbers += sums[0].tolist()
         if routers:
             numbers.append(sum(router.item() for router in routers))
-        return StepVector(torch.tensor(numbers, dtype=torch.float64), others)
+        return StepVector(on_device(run.device, np.array(numbers, np.float64)), others)
     total = _total(losses) if losses else torch.zeros_like(squares)
     both = total + squares
     device = torch.stack([total, squares, both - both != 0])  # inf − inf and NaN − NaN are NaN

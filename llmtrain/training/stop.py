@@ -367,10 +367,10 @@ _log = logging.getLogger(__name__)
 _FILES_SECONDS = 0.2  # between two looks for the files
 
 
-def asked(reason: str | None) -> Flags:
-    """Return the flags of this process's own reason to stop. reason: from `Signals`."""
+def asked(reason: str | None, **others: bool) -> Flags:
+    """Return the flags of this process's own reason to stop, and others. reason: from `Signals`."""
     lost = reason in LOST
-    return Flags(signal=reason is not None and not lost, launcher_lost=lost)
+    return Flags(signal=reason is not None and not lost, launcher_lost=lost, **others)
 
 
 class Requests:
@@ -416,7 +416,8 @@ class Requests:
         if look or now - self._looked >= _FILES_SECONDS:
             self._there = frozenset(filter(self._is_there, self._paths))
             self._looked = now
-        return asked(reason)._replace(
+        return asked(
+            reason,
             stop_file=STOP in self._there,
             # Leaves twice the time of the longest save so far, since the last one may be slower.
             stop_after=now - self._started >= self._stop_after - 2 * self._longest_save,

@@ -388,10 +388,11 @@ class TorchEngine(Engine):
         if isinstance(factor, float):
             if factor == 1.0:
                 return
-            factor = torch.tensor(factor)  # torch would make one for each gradient
             if self._fused and not self._sharding:  # the kernel does it: one pass less
-                self._scale = factor.reciprocal()
+                divisor = _fp32(1.0 / factor) if factor else math.inf
+                self._scale = torch.full((), divisor)
                 return
+            factor = torch.tensor(factor)  # torch would make one for each gradient
         multiply_each(self._gradients(self._parameters), factor)
 
     def step(self, factor: float, sums: StepVector) -> None:

@@ -54,7 +54,7 @@ def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written():
     one.learn(numbers(16))
     assert not one.checkpoint(17)
     assert not one.anything(17)
-    one.learn(replace(numbers(17), written=True))
+    one.learn(numbers(17)._replace(written=True))
     assert one.checkpoint(18)
     assert one.anything(18), "the vector of this step still says that it was written"
     assert not one.begins(18)
@@ -65,19 +65,19 @@ def test_what_is_in_flight_is_due_at_the_step_at_which_all_ranks_have_written():
 def test_a_save_that_begins_is_not_written_because_the_one_before_was():
     one = due()
     one.begin_save(15)
-    one.learn(replace(numbers(16), written=True))
+    one.learn(numbers(16)._replace(written=True))
     one.end_save(15, saved=True)
-    one.learn(replace(numbers(29), written=True))  # an answer of the save before, which came late
+    one.learn(numbers(29)._replace(written=True))  # an answer of the save before, which came late
     one.begin_save(30)
     assert not one.checkpoint(31)
-    one.learn(replace(numbers(31), written=True))
+    one.learn(numbers(31)._replace(written=True))
     one.learn(numbers(32))
     assert not one.checkpoint(33), "the newest answer counts: some rank is still writing"
 
 
 def test_nothing_is_committed_that_is_not_in_flight():
     one = due()
-    one.learn(replace(numbers(17), written=True))
+    one.learn(numbers(17)._replace(written=True))
     assert not one.checkpoint(18)
 
 
@@ -94,7 +94,7 @@ def test_a_save_that_failed_leaves_its_step_unsaved():
 
 def test_a_wish_is_served_once_at_the_next_boundary():
     one = due()
-    one.learn(replace(numbers(6), save=True))
+    one.learn(numbers(6)._replace(save=True))
     one.learn(numbers(7))
     assert one.checkpoint(7)
     assert one.reason(7) == "asked"
@@ -150,7 +150,7 @@ def test_outside_a_step_ranks_agree_on_the_reason_that_outranks_others():
 def test_the_end_of_the_data_ends_a_run_like_its_last_step():
     one = due()
     assert not one.stop(37)
-    one.learn(replace(numbers(36), ended=True))
+    one.learn(numbers(36)._replace(ended=True))
     assert one.stop(37)
     assert one.evaluation(37)
     assert one.checkpoint(37)
@@ -186,7 +186,7 @@ def test_the_best_evaluation_so_far_is_saved_at_its_step():
 
 def test_what_somebody_asked_for_is_saved_as_asked():
     one = due(keep_best=True)
-    one.learn(replace(numbers(19), save=True))
+    one.learn(numbers(19)._replace(save=True))
     one.record_evaluation(20, lower=True)
     assert one.reason(20) == "asked"
 

@@ -1,6 +1,5 @@
 import math
 import statistics
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def test_a_step_without_a_trained_token_is_the_users_to_mend():
 @pytest.mark.parametrize("what", ["ended", "padding_only"])
 def test_a_step_behind_the_end_of_the_data_is_no_failure(what):
     guards = Guards(TrainingConfig(steps=9, on_nonfinite="stop"), 0, pytest.fail)
-    guards.check(replace(numbers(4, skipped=True, tokens=0), **{what: True}))
+    guards.check(numbers(4, skipped=True, tokens=0)._replace(**{what: True}))
     assert guards.skipped_in_a_row == 0
 
 
@@ -138,10 +137,10 @@ def test_the_usual_length_of_a_step_is_the_median_of_the_last():
     guards = Guards(TrainingConfig(steps=9), 0, pytest.fail)
     assert guards.median_seconds() == 0
     for step, seconds in enumerate([30.0, 1.0, 2.0], 1):
-        guards.check(replace(numbers(step), seconds=seconds))
+        guards.check(numbers(step)._replace(seconds=seconds))
     assert guards.median_seconds() == 2.0
     for step in range(128):
-        guards.check(replace(numbers(step), seconds=4.0))
+        guards.check(numbers(step)._replace(seconds=4.0))
     assert guards.median_seconds() == 4.0
 
 
