@@ -45,7 +45,7 @@ class Guards:
     skipped_in_a_row: int
     report_event: ReportEvent
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    _sorted: list[float] = field(default_factory=list)  # the same, in order
+    _sorted: list[float] = field(default_factory=list)  # the same, in order: no step sorts them
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _spiking: bool = False
 

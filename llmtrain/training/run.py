@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from llmtrain.agreement import captured
 from llmtrain.batch_size import BatchSize
 from llmtrain.checkpoint.background import Writer
 from llmtrain.checkpoint.format import Extents
@@ -113,11 +114,11 @@ class Feed:
         So from then on this rank returns padding, and its vector reports that its data failed.
         """
         if self.error is None:
-            try:
-                return next(self.stream)
-            except Exception as error:  # all ranks vote on it in `end_without_data`
-                self.error = error
-                _log.warning("the data of this rank failed", exc_info=error)
+            outcome = captured(lambda: next(self.stream))
+            if outcome.error is None:
+                return outcome.result()
+            self.error = outcome.error  # all ranks vote on it in `end_without_data`
+            _log.warning("the data of this rank failed", exc_info=outcome.error)
         rows = self.batch.of(self.before[-1].step) // self.data_size
         ids = np.zeros((rows, self.seq_len + 1), dtype=np.int32)
         labels = np.full((rows, self.seq_len), NOT_TRAINED, dtype=np.int64)

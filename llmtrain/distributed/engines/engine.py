@@ -389,7 +389,7 @@ class TorchEngine(Engine):
             if factor == 1.0:
                 return
             if self._fused and not self._sharding:  # the kernel does it: one pass less
-                divisor = _fp32(1.0 / factor) if factor else math.inf
+                divisor = _fp32(1.0 / factor) if factor else math.inf  # 0 at an infinite norm
                 self._scale = torch.full((), divisor)
                 return
             factor = torch.tensor(factor)  # torch would make one for each gradient

@@ -67,13 +67,14 @@ def test_clipping_is_torchs_own(launched, fused):
         torch.testing.assert_close(first, other.grad, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("then", ["a small step", "a refused step"])
+@pytest.mark.parametrize("then", ["a small step", "a refused step", "an infinite norm"])
 def test_a_step_is_clipped_only_by_its_own_factor(launched, then):
     ours, alone = tiny(), tiny()
     optimizer = prepared(launched, ours)
     backward(launched, ours)
     refused = {"not_finite": 1.0} if then == "a refused step" else {}
-    sums = vector(float(launched.engine.squares()), **refused)
+    squares = math.inf if then == "an infinite norm" else float(launched.engine.squares())
+    sums = vector(squares, **refused)
     launched.engine.clip(sums, 1e-3)
     launched.engine.step(0.0, sums)
     for held in optimizer.state.values():
