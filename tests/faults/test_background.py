@@ -39,12 +39,13 @@ def test_f13_what_is_written_late_is_the_state_of_its_own_step(faulty, strategy)
 
 def test_f13_the_training_goes_on_while_files_are_written(faulty, straight):
     run = faulty(2, **BESIDE)
-    assert run.launch("save.write@step=8@nth=1=delay:2;loop.step@step=9=delay:0.5") == [0, 0]
+    assert run.launch("save.write@step=8@nth=1=delay:2.5;loop.step@step=9=delay:2") == [0, 0]
     lines = run.lines("train") + run.lines("checkpoint")
     order = [line["step"] for line in sorted(lines, key=lambda line: line["time"])]
     saved = next(line for line in run.lines("checkpoint") if line["step"] == 8)
     assert saved["seconds"] > 2
-    assert saved["blocked_seconds"] < saved["seconds"] - 0.5, "step 9 took half a second beside it"
+    # Step 9 took two seconds beside the write, so a slow machine has 1.5 s for all that surrounds it.
+    assert saved["blocked_seconds"] < saved["seconds"] - 0.5
     assert order.index(9) < len(order) - 1 - order[::-1].index(8), "9 was trained before the commit"
     assert run.outcome() == straight(2)
 

@@ -222,11 +222,11 @@ def test_f38_a_stop_during_a_background_save_completes_it_and_saves_where_it_sto
     faulty, straight
 ):
     run = faulty(2, checkpoint__background=True)
-    faults = "save.write@step=4@rank=0@nth=1=delay:1;loop.step@step=5@rank=1=term"
+    faults = "save.write@step=4@rank=0@nth=1=delay:2;loop.step@step=5@rank=1=term"
     assert stopped(run, run.launch(faults)) in (5, 6)
     assert run.valid()[0] == "step-00000004"
     saved = {line["step"]: line for line in run.lines("checkpoint")}
-    assert saved[4]["seconds"] > 1 > saved[4]["seconds"] - saved[4]["blocked_seconds"]
+    assert saved[4]["seconds"] > 2 > saved[4]["seconds"] - saved[4]["blocked_seconds"]
     assert stopped(run, run.launch("save.write@step=12@rank=0@nth=1=term")) in (12, 13, 14, 15, 16)
     assert "step-00000012" in run.valid()
     assert run.launch() == [0, 0]

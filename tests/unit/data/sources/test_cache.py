@@ -319,7 +319,7 @@ def test_who_waits_for_a_read_ahead_ends_with_the_process(server, file):
     began = time.monotonic()
     with pytest.raises(RunError, match="stopped"):
         read(found, file, 0, 100)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_threads_that_read_ahead_end_with_the_process(server, file):

@@ -207,7 +207,7 @@ def test_a_process_that_shall_end_leaves_a_hanging_request_alone(server, fault):
     began = time.monotonic()
     with pytest.raises(RunError, match="stopped"):
         fetched(server, 0, len(CONTENT), stop=ending)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_failed_attempts_are_said_now_and_then(server, caplog):
