@@ -5,8 +5,6 @@ same bytes and fsync. Memory is the peak above a process's own state. A ratio is
 rounds' ratios; above 100 % it tells of others that fsync.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

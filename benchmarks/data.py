@@ -5,8 +5,6 @@ medians of five rounds, beside tokenizers alone on the very texts, and streaming
 cursors of step 1,000,000 are those of ten steps behind a fresh one.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

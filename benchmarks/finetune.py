@@ -6,8 +6,6 @@ the memory of an FSDP2 rank that loads beside its shard, whole runs on conversat
 SFTTrainer (PYTHON has it) with the same weights, template and tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 A slope of 1 is a cost in proportion, a slope of 0 one that does not grow. On the built-in sample.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -5,8 +5,6 @@ and beside a process that computes on each core. Waiting threads spin briefly, t
 llmtrain sets), or spin. The median step of a run, of several runs the least.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess
