@@ -61,7 +61,6 @@ def threads(bench: Bench) -> None:
         how = "brief" if brief else "spinning"
         name = f"{contender}, {number} thread{'s' * (number > 1)}, {how}, {place}"
         bench.say(name, row["wall_ms"], "ms a step", cpu_ms=row["cpu_ms"])
-        bench.say(f"  {name}: CPU time", row["cpu_ms"], "ms a step")
     for place, contender in product(GOALS, CONTENDERS):
         ours, default = (best[place, contender, (brief, count)] for brief in (True, False))
         ratio = ours["wall_ms"] / default["wall_ms"]
