@@ -3,8 +3,6 @@
 Neither recomputes activations; the rest is as each of them has it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Both compute what the reference says once, before the first step, and that is co
 recomputes activations; the rest is as each of them has it.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

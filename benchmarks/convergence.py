@@ -5,8 +5,6 @@ Llama-style, hidden 256, 6 layers, a byte-level BPE of 8,192 trained on the data
 clipping 1.0. The bare loop's bits per byte come from logits and a plain log-softmax.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

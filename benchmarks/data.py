@@ -5,8 +5,6 @@ medians of five rounds, beside tokenizers alone on the very texts, and streaming
 cursors of step 1,000,000 are those of ten steps behind a fresh one.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time
@@ -240,8 +238,6 @@ def waiting(bench: Bench) -> None:
     name = "waiting: share of a step that is twice as long as its data takes"
     more = {"step_ms": 1e3 * seconds, "median_ms": 1e3 * statistics.median(taking)}
     bench.say(name, 100 * (sum(taking) - sum(working)) / whole, "%", "≤ 1", **more)
-    usual = statistics.median(t - w for t, w in zip(taking, working, strict=True))
-    bench.say("  of the median step", 100 * usual * len(taking) / whole, "%")
     bench.say("  own work: unpacking blocks, making batches", 100 * sum(working) / whole, "%")
     pin()
 

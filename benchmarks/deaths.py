@@ -8,8 +8,6 @@ with those of one process that nobody interrupts. It needs the right to make nam
     benchmarks/deaths.py --minutes 10 --json benchmarks/results/deaths.json
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

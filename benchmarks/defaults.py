@@ -6,8 +6,6 @@ tokenize beforehand, which the rates leave out. A process each, in turns, on one
 tokens a CPU second, the best of all rounds.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ the memory of an FSDP2 rank that loads beside its shard, whole runs on conversat
 SFTTrainer (PYTHON has it) with the same weights, template and tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -31,7 +29,7 @@ SIZES = {
     "rounds": (5, 1),  # times that rows are encoded
     "rows": (1_000_000, 300),  # of train.jsonl, at most
     "starts": (5, 1),  # processes of each kind that open a stream, or whose memory is measured
-    "layers": (16, 2),  # of the model of 1 GB whose checkpoints, export and shards are measured
+    "layers": (16, 2),  # of the model of 1 GB whose export and shards are measured
     "steps": (80, 12),  # of each loop of `step`; the first `warm` of them are not counted
     "warm": (10, 6),
     "turns": (2, 1),  # runs of each contender beside TRL, each of `first` steps and `after` more
@@ -225,25 +223,7 @@ def run_of(bench: Bench, name: str, **sections: Any) -> tuple[Path, float]:
     path = one_step(bench, name, **sections)
     subprocess.run([*harness.LLMTRAIN, "train", str(path)], check=True, stdout=subprocess.DEVNULL)
     bases = (bench.folder / f"base-{bench.sizes.layers}").glob("*.safetensors")
-    return path.parent / "run", sum(map(tensor_bytes, bases)) / 1e6
-
-
-def tensor_bytes(path: Path) -> int:
-    """The bytes of the tensors in a safetensors file, without its header."""
-    with path.open("rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def checkpoint(bench: Bench) -> None:
-    run_dir, base_mb = run_of(bench, "lora", adapter=harness.LORA)
-    (directory,) = (run_dir / "checkpoints").glob("step-*")
-    tokenizer = {path.name for path in (run_dir / "tokenizer").iterdir()}
-    files = [path for path in directory.iterdir() if path.name not in tokenizer]
-    tensors = sum(tensor_bytes(path) for path in files if path.suffix == ".safetensors")
-    whole = sum(path.stat().st_size for path in files)
-    name = f"LoRA (r = {harness.LORA['r']}) checkpoint over its tensors, of {tensors / 1e6:.1f} MB"
-    bench.say(name, whole / tensors, "×", "≤ 1.05", base_mb=base_mb)
-    bench.say("  headers, configs, state and manifest", (whole - tensors) / 1e3, "kB")
+    return path.parent / "run", sum(path.stat().st_size for path in bases) / 1e6
 
 
 def export(bench: Bench) -> None:
@@ -401,9 +381,8 @@ def peft_model(base: Path) -> tuple[Any, Any, list[Any]]:
 
 
 if __name__ == "__main__":
-    parts = {"speed": speed, "opening": opening, "checkpoint": checkpoint, "export": export}
-    parts |= {"shards": shards, "step": step}
-    parts["trl"] = lambda bench: harness.beside_trl(bench, compare, TRAIN, GPT2)
+    parts = {"speed": speed, "opening": opening, "export": export, "shards": shards}
+    parts |= {"step": step, "trl": lambda bench: harness.beside_trl(bench, compare, TRAIN, GPT2)}
     children = {"open": open_once, "memory": memory_of, "rank": load_as_rank, "trl": contender}
     paths = {"shared": False, "trl": False}  # a folder of data; an interpreter that has TRL
     harness.main(__doc__, parts, SIZES, paths=paths, child=children)

@@ -6,8 +6,6 @@ one without its reserve. No GPU has run it yet: without one it ends with 2, and 
 it on a CPU.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

@@ -5,8 +5,6 @@ CPU seconds, and what a process of its own needs at its peak beyond the operands
 half or a quarter of the tokens is trained.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ list of parameters, the rate written and llmtrain's attention; the reference is 
 tuned ones, as a thread's place in memory is worth 0.1 ms. Figures are medians.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

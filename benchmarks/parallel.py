@@ -4,8 +4,6 @@ Counted, not timed, but for the idle time: that of stages which sleep in place o
 Llamas in fp32 on processes of this machine; the same counts hold for any size.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ the peak, the larger is predicted; points are percent of the first. Two constant
 looking at these runs: they prove nothing for other machines.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ beside TRL's DPOTrainer (PYTHON has it) with the same weights and pairs. `same` 
 both, and compares their numbers.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ The record is made up, its lines are as long as real ones. CPU time, imports inc
 of three; drawn means the load event of Chromium; `watch` is sent a line a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

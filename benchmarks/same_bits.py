@@ -6,8 +6,6 @@ begins with the other one of the two. Losses must agree, and the weights of no t
 those of another with the key.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from itertools import product

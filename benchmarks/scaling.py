@@ -3,8 +3,6 @@
 A slope of 1 is a cost in proportion, a slope of 0 one that does not grow. On the built-in sample.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time
@@ -24,7 +22,7 @@ SIZES = {
     "rows": ((2, 4, 8, 16, 32), (2, 4, 8)),  # blocks of 256 tokens in a step
     "steps": (14, 6),  # of each run; the first `warm` are not counted
     "warm": (4, 2),
-    "places": ((100, 400, 1600, 6400), (50, 100, 200)),  # steps at which it is looked
+    "stream": ((100, 19_200), (50, 600)),  # steps that open all lanes, and that are counted
     "parameters": (tuple(8_400_000 * n for n in (1, 2, 4, 8)), (4_200_000, 8_400_000, 16_800_000)),
     "saves": (30, 6),
     "rounds": (5, 2),  # of what is repeated; the least counts
@@ -84,42 +82,6 @@ def step(bench: Bench) -> None:
     say(bench, "CPU time of a step over its tokens", found, 1, "s")
 
 
-def seek(bench: Bench) -> None:
-    import numpy as np
-
-    manifest, directory = prepared(sample_run(bench.folder))
-    cursors = np.zeros((manifest.lanes, 1, 4), np.int64)
-    seconds: dict[float, list[float]] = {float(place): [] for place in bench.sizes.places}
-    with stream_of(manifest, directory, BLOCKS) as walked:
-        for number in range(1, bench.sizes.places[-1] + 1):
-            for lane, reached in next(walked).cursors.items():
-                cursors[lane] = reached
-            for _ in range(bench.sizes.rounds * (number in seconds)):
-                place = {"next_block": number * BLOCKS, "cursors": cursors.copy()}
-                with (
-                    timed(seconds[number]),
-                    stream_of(manifest, directory, BLOCKS, **place) as stream,
-                ):
-                    for _ in range(manifest.lanes // BLOCKS):
-                        next(stream)
-    found = {place: min(taken) for place, taken in seconds.items()}
-    say(bench, "CPU time of a seek over the steps before it", found, 0, "s")
-
-
-def memory(bench: Bench) -> None:
-    import psutil
-
-    manifest, directory = prepared(sample_run(bench.folder))
-    found = {}
-    with stream_of(manifest, directory, BLOCKS, workers=1) as stream:
-        worker = psutil.Process(stream._items.processes[0].pid)
-        for number in range(1, bench.sizes.places[-1] + 1):
-            next(stream)
-            if number in bench.sizes.places:
-                found[float(number)] = worker.memory_full_info().uss / 1e6
-    say(bench, "memory of a data worker over its steps", found, 0, "MB")
-
-
 def late_over_early(values: list[float]) -> float:
     """Return the least of the last third over that of the first: other work only adds time."""
     third = len(values) // 3
@@ -135,11 +97,12 @@ def along_a_run(bench: Bench) -> None:
     from llmtrain import load_config, train
 
     manifest, directory = prepared(sample_run(bench.folder / "stream"))
-    reading, count, places = list[float](), 100, bench.sizes.places
+    reading, count = list[float](), 100
+    opening, steps = bench.sizes.stream
     with stream_of(manifest, directory, BLOCKS) as stream:
-        for _ in range(places[0]):  # every lane is open
+        for _ in range(opening):
             next(stream)
-        for _ in range(places[-1] // count * 3):
+        for _ in range(steps // count):
             with timed(reading):
                 for _ in range(count):
                     next(stream)
@@ -154,7 +117,6 @@ def along_a_run(bench: Bench) -> None:
 def checkpoint(bench: Bench) -> None:
     from checkpoint import saved, spec_of, values_of
 
-    bytes_: dict[float, float] = {}
     seconds = defaultdict[float, list[float]](list)
     for _ in range(bench.sizes.rounds):
         for parameters in bench.sizes.parameters:
@@ -162,14 +124,12 @@ def checkpoint(bench: Bench) -> None:
             count = float(sum(math.prod(one.shape) for one in spec["model.safetensors"].values()))
             values = values_of(spec)
             with timed(seconds[count], time.perf_counter):
-                path = saved(root, 1, spec, values)
-            bytes_[count] = float(sum(file.stat().st_size for file in path.iterdir()))
+                saved(root, 1, spec, values)
             shutil.rmtree(root)
-    say(bench, "bytes of a checkpoint over the parameters", bytes_, 1, "bytes")
     least = {count: min(taken) for count, taken in seconds.items()}
     say(bench, "time of a checkpoint over the parameters", least, 1, "s")
 
 
 if __name__ == "__main__":
-    parts = {"step": step, "seek": seek, "memory": memory, "run": along_a_run}
-    main(__doc__, parts | {"checkpoint": checkpoint}, SIZES)
+    parts = {"step": step, "run": along_a_run, "checkpoint": checkpoint}
+    main(__doc__, parts, SIZES)

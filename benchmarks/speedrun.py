@@ -7,8 +7,6 @@ checkpoints are on. Training and data workers count from the first step to the e
 without evaluations. The baseline is the median step of `convergence.py` × 300, on the same core.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ and beside a process that computes on each core. Waiting threads spin briefly, t
 llmtrain sets), or spin. The median step of a run, of several runs the least.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess
@@ -63,7 +61,6 @@ def threads(bench: Bench) -> None:
         how = "brief" if brief else "spinning"
         name = f"{contender}, {number} thread{'s' * (number > 1)}, {how}, {place}"
         bench.say(name, row["wall_ms"], "ms a step", cpu_ms=row["cpu_ms"])
-        bench.say(f"  {name}: CPU time", row["cpu_ms"], "ms a step")
     for place, contender in product(GOALS, CONTENDERS):
         ours, default = (best[place, contender, (brief, count)] for brief in (True, False))
         ratio = ours["wall_ms"] / default["wall_ms"]

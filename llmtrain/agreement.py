@@ -5,8 +5,6 @@ that raised alone would leave the others waiting in the next collective. Every f
 `captured`, `refuse` and `failure` is collective. Values are sent as JSON; nothing is pickled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -17,8 +17,6 @@ bytes: how much of one checkpoint this rank has written, as a number or a percen
 The caller carries out the action `short`; all others are carried out here.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

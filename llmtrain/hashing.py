@@ -4,8 +4,6 @@ All arithmetic is modulo 2^64. splitmix64: Steele, Lea and Flood, "Fast splittab
 number generators", OOPSLA 2014. Golden values are in `tests/unit/test_hashing.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _MASK = (1 << 64) - 1

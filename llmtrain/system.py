@@ -15,8 +15,6 @@ in the innermost loops: at each micro-batch, block of an evaluation, wait for da
 file, vote and stage of the start. This module uses only the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

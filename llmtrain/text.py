@@ -3,8 +3,6 @@
 A length of time is written as `2 h 10 min`, and read as people write it in a config: `3h50m`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

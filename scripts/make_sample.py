@@ -8,8 +8,6 @@ same versions of pyarrow and tokenizers give the same bytes. The files look like
 `wikimedia/wikipedia`: columns id, url, title, text; several parquet files of several row groups.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections import Counter

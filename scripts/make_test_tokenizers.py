@@ -13,8 +13,6 @@ into pieces, down to bytes. The same versions of tokenizers and of the sample gi
                begin nor a pad token, and a template that marks roles by words alone
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import string

@@ -6,8 +6,6 @@ The pages are the config keys, the commands, the files of a run, the exit codes 
 Python. `python scripts/reference.py golden > tests/golden/config_keys.txt` fixes the keys.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -116,8 +114,9 @@ def _call(one: Any) -> str:
     """A function's name, parameters and result, as Python's own documentation writes them."""
     signature = inspect.signature(one)
     bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
-    shown = re.sub(r"-> '(.*)'$", r"-> \1", str(signature.replace(parameters=bare)))
-    return one.__name__ + re.sub(r"<function .*? at 0x\w+>", "…", shown)
+    result = re.sub(r"\w+\.", "", inspect.formatannotation(signature.return_annotation)).strip("'")
+    shown = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return f"{one.__name__}{re.sub(r'<function .*? at 0x[0-9a-f]+>', '…', shown)} -> {result}"
 
 
 def _docstring(one: Any) -> Iterator[str]:

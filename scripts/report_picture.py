@@ -6,8 +6,6 @@ It writes `report-light.png` and `report-dark.png`, down to the end of the loss 
 extra `dev` and a Chromium, from LLMTRAIN_TEST_BROWSER or the path.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -6,8 +6,6 @@ A part is told by the rows of its newest commit: those with a goal, the row to w
 and of some units what they are compared with. A rehearsal on a CPU is no result of a GPU.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -27,8 +27,6 @@ Exit code 0: all the same. 1: something differs, or a run failed; the runs are k
 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

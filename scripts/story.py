@@ -14,8 +14,6 @@ held-out conversations, greedily. What was measured is printed, and written to D
 Exit code 0 if the held-out loss has fallen and more than half of the answers end by themselves.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

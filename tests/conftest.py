@@ -1,7 +1,5 @@
 """What every test shares."""
 
-from __future__ import annotations
-
 import os
 
 # As every launcher does, before anything imports torch: tests run side by side, and threads that

@@ -12,8 +12,6 @@ The trap: an error in here is not raised. `finish` returns it, and it becomes th
 vote. A snapshot that failed counts as finished, or the training would wait for it permanently.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator

@@ -17,8 +17,6 @@ Checkpoints are ordered by the number in the name, never by a time stamp of the 
 link counts as its target.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

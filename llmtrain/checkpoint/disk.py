@@ -17,8 +17,6 @@ asked for: the second time soon, since many failures of a network file system ar
 third time much later. Damage is not a failure of the disk and is not retried.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -16,8 +16,6 @@ DamagedError. An OSError means that the disk did not answer, which proves nothin
 checkpoint.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

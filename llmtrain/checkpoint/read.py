@@ -9,8 +9,6 @@ nothing is renamed. The trap: a file that rank 0 sees and another rank does not 
 damage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping

@@ -17,8 +17,6 @@ All ranks make the same number of exchanges, so a rank that fails continues with
 raises its error at the end. The files are the same as if every rank had written its own parts.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

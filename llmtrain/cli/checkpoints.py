@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.cli.options import (
-    App,
-    AsJson,
-    ConfigFile,
-    Overrides,
-    ProgressLine,
-    refuse,
-    runs,
-    show,
-    tell,
-)
+from llmtrain.cli import options
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import size
 
@@ -30,12 +20,14 @@ if TYPE_CHECKING:
     from llmtrain.tools.checkpoints import CheckpointRow, Listing, Pruned, Verified
     from llmtrain.tools.rehearse import Rehearsal, RehearsedSizes
 
-app = App()
+app = options.App()
 
 Run = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="A run, its checkpoints/, or one checkpoint.", autocompletion=runs
+        metavar="RUN",
+        help="A run, its checkpoints/, or one checkpoint.",
+        autocompletion=options.runs,
     ),
 ]
 _LARGE_BYTES = 1 << 30  # size from which a verification shows its progress
@@ -52,12 +44,12 @@ _MEANS = {
 
 
 @app.command("list", help="what is there, why it stays, and whether it looks valid")
-def list_(run: Run, as_json: AsJson = False) -> None:
+def list_(run: Run, as_json: options.AsJson = False) -> None:
     """Show everything under `checkpoints/`; reads manifests and file sizes alone."""
     from llmtrain.tools.checkpoints import look
 
     checkpoints = look(run)
-    show([json.dumps(checkpoints.to_json())] if as_json else listing(checkpoints))
+    options.show([json.dumps(checkpoints.to_json())] if as_json else listing(checkpoints))
 
 
 @app.command(help="every byte against its digest; exit code 2 if anything differs")
@@ -69,7 +61,7 @@ def verify(
     hashed: Annotated[
         bool, typer.Option("--hash", help="Show the SHA-256 of all weights and moments, too.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Read complete checkpoints as a resume does, and change nothing."""
     from llmtrain.tools.checkpoints import verify as look
@@ -79,9 +71,9 @@ def verify(
         show_progress("", 0, 0)
         verified.append(one)
         if not as_json:
-            show(verification(one))
+            options.show(verification(one))
     if as_json:
-        show([json.dumps({"checkpoints": [one.to_json() for one in verified]})])
+        options.show([json.dumps({"checkpoints": [one.to_json() for one in verified]})])
     raise typer.Exit(0 if verified and all(not one.problems for one in verified) else 2)
 
 
@@ -96,7 +88,7 @@ def prune(
         bool, typer.Option("--set-aside", help="Damaged and superseded ones go too.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Make room in a run that is not alive; what stays is verified before anything is deleted."""
     from llmtrain.tools.checkpoints import prune as clear
@@ -104,14 +96,14 @@ def prune(
     show_progress = _progress()
     pruned = clear(run, keep_last, yes=yes, set_aside=set_aside, on_progress=show_progress)
     show_progress("", 0, 0)
-    show([json.dumps(pruned.to_json())] if as_json else pruning(pruned))
+    options.show([json.dumps(pruned.to_json())] if as_json else pruning(pruned))
     raise typer.Exit(2 if pruned.lost else 0)
 
 
 @app.command(help="prove here that a killed and resumed run equals a straight one")
 def rehearse(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
     kill_at: Annotated[
         int | None,
         typer.Option(min=2, metavar="N", help="The step in which it is killed; 6 if left out."),
@@ -126,7 +118,7 @@ def rehearse(
         str | None,
         typer.Option(metavar="N,N…", help="Compare runs on these numbers of processes instead."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train a few steps straight, the same with a kill and a resume, and compare."""
     from llmtrain.tools import rehearse as tool
@@ -134,19 +126,19 @@ def rehearse(
     result: Rehearsal | RehearsedSizes
     if same_bits is not None:
         sizes = _sizes(same_bits, {"--kill-at": kill_at, "--to": to, "--processes": processes})
-        result = tool.rehearse_sizes(config, overrides or [], sizes, tell)
+        result = tool.rehearse_sizes(config, overrides or [], sizes, options.tell)
         lines = sizes_rehearsal(result)
     else:
         at = tool.KILL_AT if kill_at is None else kill_at
-        result = tool.rehearse(config, overrides or [], at, to, processes, tell)
+        result = tool.rehearse(config, overrides or [], at, to, processes, options.tell)
         lines = rehearsal(result)
-    show([json.dumps(result.to_json())] if as_json else lines)
+    options.show([json.dumps(result.to_json())] if as_json else lines)
     raise typer.Exit(0 if result.same else 2)
 
 
 def _sizes(asked: str, others: Mapping[str, object]) -> list[int]:
     """Return the numbers of `--same-bits`. others: options that say something else, by name"""
-    refuse(others, "nothing beside --same-bits, in which nothing is killed")
+    options.refuse(others, "nothing beside --same-bits, in which nothing is killed")
     parts = [part.strip() for part in asked.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(Problem("--same-bits", asked, "numbers of processes, as 1,2,3"))
@@ -245,7 +237,7 @@ def _why(row: CheckpointRow, checkpoints: Listing) -> str:
 
 def _progress() -> Callable[[str, int, int], None]:
     """Return a function that shows the progress of a large file; 0 bytes clear the line."""
-    line = ProgressLine(wait=True)
+    line = options.ProgressLine(wait=True)
 
     def show_progress(name: str, whole: int, done: int) -> None:
         if not whole:

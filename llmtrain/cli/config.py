@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.cli.options import (
-    App,
-    AsJson,
-    ConfigFile,
-    Overrides,
-    configs_and_runs,
-    show as show_lines,
-)
+from llmtrain.cli import options
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import harmless
 from llmtrain.types import JsonMapping
@@ -28,15 +21,15 @@ if TYPE_CHECKING:
     from llmtrain.config.schema import Config
 
 
-app = App()
+app = options.App()
 
 
 @app.command(help="every value, and who set it")
 def show(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: options.ConfigFile,
+    overrides: options.Overrides = None,
     all_: Annotated[bool, typer.Option("--all", help="Show the keys for experts, too.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Print the values of a config with their origins; secrets are not shown."""
     from llmtrain.config.load import load_config
@@ -45,7 +38,7 @@ def show(
     if as_json:
         print(json.dumps({key: {"value": v, "set_by": by} for key, (v, by) in values.items()}))
         return
-    show_lines(_listing(values))
+    options.show(_listing(values))
 
 
 @app.command(help="a JSON schema, with which editors check and complete configs")
@@ -62,11 +55,14 @@ def diff(
     one: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A YAML file, or a run directory.", autocompletion=configs_and_runs
+            metavar="A",
+            help="A YAML file, or a run directory.",
+            autocompletion=options.configs_and_runs,
         ),
     ],
     other: Annotated[
-        str, typer.Argument(metavar="B", help="Another one.", autocompletion=configs_and_runs)
+        str,
+        typer.Argument(metavar="B", help="Another one.", autocompletion=options.configs_and_runs),
     ],
 ) -> None:
     """Print the keys whose values differ, with both values."""
@@ -76,7 +72,7 @@ def diff(
         for key in {**left, **right}
         if _side(left, key) != _side(right, key)
     ]
-    show_lines(changes or ["no key differs"])
+    options.show(changes or ["no key differs"])
 
 
 def _values_of(name: str) -> JsonMapping:

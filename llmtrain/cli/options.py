@@ -10,8 +10,6 @@ not printable are written as escapes, so that they cannot move the cursor or cha
 writing. No colours are used.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shlex

@@ -6,8 +6,6 @@ done. So a rank flushes its streams and exits by `os._exit`. Where the launcher 
 waits until they return, and it is `multiprocessing` that exits so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

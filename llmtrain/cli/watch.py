@@ -1,7 +1,5 @@
 """Draws a run in the terminal while it runs: one screen of 80 × 24, once a second."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -4,8 +4,6 @@ A resumed run needs the config with which it began. Keys that decide the data, t
 arithmetic must be equal; the length of the run, intervals and places may change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each function takes only the sections that it checks, so that `load_config` can 
 another section is not valid. None imports transformers, which takes seconds.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math

@@ -7,8 +7,6 @@ Four places are searched for an unknown key: our sections, names that other trai
 values that ours take), the last part of our own keys, and our full dotted names.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

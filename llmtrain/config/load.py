@@ -4,8 +4,6 @@ Nothing is read twice and nothing heavy is imported, so a mistake is reported wi
 second. Everything without a mistake is checked too, so that one start reports all mistakes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Defaults are here and nowhere else. The sentence below a key is its description,
 the reference page show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal

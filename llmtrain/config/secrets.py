@@ -11,8 +11,6 @@ such a name. If a model or a tokenizer may have a field of that name, the value 
 The trap: a message about a secret must not show it. No message made here contains its value.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

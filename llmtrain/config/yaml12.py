@@ -7,8 +7,6 @@ PyYAML silently takes the last of duplicate keys, so mappings are built here too
     seq_len: 1e3     →  {"seq_len": 1000.0}, and source[("seq_len",)] == "1e3"
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Pairs of answers have keys of their content, by which the log-probabilities of a
 again: equal ids and masks have equal keys, in any block, run or held-out set.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 

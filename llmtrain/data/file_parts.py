@@ -4,8 +4,6 @@ Row groups, ranges of lines and whole compressed files become units. Row groups 
 there are four units per lane, so that every lane has work in every epoch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -21,8 +21,6 @@ training never predicts it. Then it is not scored and its bytes are not counted,
 bits_per_byte covers only tokens that a model could learn.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import math

@@ -13,8 +13,6 @@ into parts, one for each source, as long as the source's share. In any 32 blocks
 source then has its share to within 2 blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

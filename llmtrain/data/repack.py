@@ -14,8 +14,6 @@ The trap: types must be known before the first row is written, but a key may app
 type, as late as in the last line. Readers that guess types from the first megabytes end there.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -8,8 +8,6 @@
 conversations is found out here, too, with what that means for packing and lanes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ writing. What is written depends on the data and the tokenizer alone. The trap: 
 much disk space again as the parts.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import struct

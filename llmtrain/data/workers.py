@@ -15,8 +15,6 @@ no handler of signals and no thread has to watch it. Workers are always killed: 
 write to disk needs more than a rename.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -13,8 +13,6 @@ connects to a dead process and fails, and the attempts are used up one by one. R
 opens a new store for each further attempt, and writes its port into the launcher's store.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

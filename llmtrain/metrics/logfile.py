@@ -4,8 +4,6 @@ The log lines of all libraries go to `logs/rank-R.log`, tracebacks too. Rank 0 a
 own lines on its terminal. Lines are kept in memory until the run directory exists.
 """
 
-from __future__ import annotations
-
 import logging
 import logging.handlers
 import os

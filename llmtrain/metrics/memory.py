@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from llmtrain import system
@@ -58,15 +59,11 @@ def peak_bytes(device: torch.device) -> int:
 
 def resident_bytes() -> int:
     """Return the bytes of this process's resident memory."""
-    import psutil
-
     return int(psutil.Process().memory_info().rss)
 
 
 def host_bytes() -> int:
     """Return the memory of this machine, or less if control groups limit this process."""
-    import psutil
-
     installed = int(psutil.virtual_memory().total)
     limit = limit_bytes()
     return installed if limit is None else min(installed, limit)
@@ -74,8 +71,6 @@ def host_bytes() -> int:
 
 def free_host_bytes() -> int:
     """Return the free memory of this machine, or less if control groups limit this process."""
-    import psutil
-
     free, limit = int(psutil.virtual_memory().available), limit_bytes()
     return free if limit is None else min(free, max(0, limit - resident_bytes()))
 

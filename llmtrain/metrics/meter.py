@@ -4,8 +4,6 @@ The reduced vector of step s is copied to the host after the step's own work, an
 for it at the end of step s + 1. It never polls: ranks that poll would decide at different steps.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

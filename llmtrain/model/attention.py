@@ -22,8 +22,6 @@ they are (`document_tensors`), those that tell it what is padding (`padding_tens
 that choose their frequencies by the length of a document (`rope_by_document`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Models of the Hub are looked up here: the commit that a branch or tag names now,
 files are weights that can be loaded. With HF_HUB_OFFLINE=1 the Hub's cache alone is read.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +45,9 @@ def pin(path: str, revision: str | None) -> Base:
     Raises UserError for a model that does not exist, may not be read, needs its own code or has no
     weights of a whole model in safetensors; RunError (75) if the Hub does not answer.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
-        GatedRepoError,
-        HFValidationError,
-        HTTPError,
-        RevisionResolutionError,
-    )
+    from huggingface_hub import constants, errors
 
+    of_client = errors.HTTPError  # type: ignore[attr-defined]  # not in its list of names
     try:
         from huggingface_hub import HfApi, hf_hub_download
 
@@ -68,13 +61,13 @@ def pin(path: str, revision: str | None) -> Base:
         if CONFIG in names:
             check_code(path, Path(hf_hub_download(path, CONFIG, revision=commit)))
         return Base(path, commit, None)
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         expected = f"a model that you may read: {path} is gated"
         remedy = f"accept its terms on the page of {path} on the Hub, then set HF_TOKEN"
         raise UserError(Problem(KEY, path, expected, remedy)) from error
-    except (RevisionResolutionError, HFValidationError, HTTPError, OSError) as error:
+    except (errors.RevisionResolutionError, errors.HFValidationError, of_client, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(error, HFValidationError) or status in _REFUSED:
+        if isinstance(error, errors.HFValidationError) or status in _REFUSED:
             expected = f"a directory, a run, or a model of the Hub: {first_line(error)}"
             raise UserError(Problem(KEY, path, expected)) from error
         if constants.HF_HUB_OFFLINE:

@@ -4,8 +4,6 @@ Weights are read only from safetensors, and only transformers' own code is run. 
 `model.config` is an error, because transformers would accept it and build another model.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json

@@ -11,8 +11,6 @@ uncompiled. Neither ends a run. What has a shape of its own each time runs `unco
 which grow by a token, and the check of isolation.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

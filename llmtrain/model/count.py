@@ -13,8 +13,6 @@ Head and loss are not included: `distributed.plan.memory` has their formulas. It
 whether the loss can be computed in chunks, as `model.loss` does on the real model.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

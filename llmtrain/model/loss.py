@@ -23,8 +23,6 @@ read it off the class, but compares; any other model keeps its logits:
 The factor 2ᵏ makes the logits of an untrained model large enough for a cap to show.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ Of feedback (`kto`) the first sequence of a pair has the answer that was judged.
 of another row: by it, the caller has measured how far the model is from its reference.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

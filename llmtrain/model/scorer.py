@@ -9,8 +9,6 @@ Which class a model has stands in its config, as `architectures`, where whoever 
 a config looks: the plan, a start, a resumed run, and `AutoModelForSequenceClassification`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

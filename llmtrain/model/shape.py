@@ -13,8 +13,6 @@ The random state is restored for the second forward, so dropout is the same and 
 change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

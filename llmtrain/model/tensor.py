@@ -13,8 +13,6 @@ the data ranks need not know of it. Parameters that are not cut are equal on all
 their gradients are.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ A model often has more rows than its tokenizer has entries (padding to a round n
 never taken away. They are added only where the tokenizer has entries that have no row.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,15 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AddedToken,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
 
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.text import first_line
@@ -58,7 +49,9 @@ def add_template(directory: Path, template: str, tokens: Sequence[str]) -> None:
     """Give a saved tokenizer a chat template, and the special tokens of it that it lacks."""
     tokenizer = load(str(directory), None)
     lacking = [token for token in tokens if token not in tokenizer.get_vocab()]
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in lacking], True)
+    tokenizer.add_tokens(
+        [transformers.AddedToken(t, special=True, normalized=False) for t in lacking], True
+    )
     tokenizer.chat_template = template
     shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)  # of the old one
     tokenizer.save_pretrained(directory)
@@ -81,7 +74,7 @@ def special_tokens(
     return SpecialTokens(_length(facts.entries, added), facts.bos, facts.eos, facts.pad)
 
 
-def length_of(tokenizer: PreTrainedTokenizerBase, added: Sequence[str] = ()) -> int:
+def length_of(tokenizer: transformers.PreTrainedTokenizerBase, added: Sequence[str] = ()) -> int:
     """Return the number that all ids of a tokenizer are below: its entries, or more with holes.
 
     added: tokens that it will get if it lacks them; their ids follow the number of its entries
@@ -153,15 +146,15 @@ def _load_facts(path: str, revision: str | None, stamps: tuple[tuple[str, int], 
     return _Facts(fast.get_vocab(), fast.bos_token_id, fast.eos_token_id, fast.pad_token_id)
 
 
-def _load_fast(path: str, revision: str | None) -> PreTrainedTokenizerFast:
+def _load_fast(path: str, revision: str | None) -> transformers.PreTrainedTokenizerFast:
     tokenizer = load(path, revision)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         expected = "a fast tokenizer (one with a tokenizer.json)"
         raise UserError(Problem("model.tokenizer", path, expected))
     return tokenizer
 
 
-def load(path: str, revision: str | None) -> PreTrainedTokenizerBase:
+def load(path: str, revision: str | None) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer of a directory or Hub id with transformers.
 
     Raises UserError if it cannot be loaded or needs its own code.
@@ -169,7 +162,7 @@ def load(path: str, revision: str | None) -> PreTrainedTokenizerBase:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, revision=revision or "main", trust_remote_code=False
         )
     except StrictDataclassError as error:  # of a model's config.json beside the tokenizer
@@ -195,14 +188,14 @@ def rows_for(entries: int, pad_to: int | None) -> int:
     return max(entries, pad_to or 0)
 
 
-def set_rows(config: PreTrainedConfig, entries: int, pad_to: int | None) -> None:
+def set_rows(config: transformers.PreTrainedConfig, entries: int, pad_to: int | None) -> None:
     """Change the config of weights so that each entry of the tokenizer has a row."""
     text = config.get_text_config()
     if entries > text.vocab_size:
         text.vocab_size = rows_for(entries, pad_to)
 
 
-def grow(model: PreTrainedModel, rows: int) -> None:
+def grow(model: transformers.PreTrainedModel, rows: int) -> None:
     """Give the input embeddings and the output head `rows` rows, and set them in the config.
 
     Each new row is the mean of the old ones, so that the new tokens begin as likely as an average

@@ -18,8 +18,6 @@ its linear layers are replaced. Their weights are still whole numbers of 16 bits
 quantizes each when it is moved to its device.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import json

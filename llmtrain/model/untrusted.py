@@ -11,8 +11,6 @@ A message describes how to convert such files. The paths are checked because tra
 `../x.safetensors` in an index and symbolic links to any place.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

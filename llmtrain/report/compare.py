@@ -4,8 +4,6 @@ Losses of runs with different tokenizers cannot be compared, since a token is th
 Such runs are compared by bits per byte, and the page says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ figures. The content security policy allows one script, by its hash; without it,
 zooming are missing.
 """
 
-from __future__ import annotations
-
 import base64
 import gc
 import hashlib
@@ -16,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+
+from markupsafe import Markup, escape
 
 from llmtrain import text
 from llmtrain.report import verdict
@@ -62,8 +62,6 @@ def write(page: str, path: Path) -> Path:
 
 def render(tables: Tables) -> str:
     """Render the page of a run."""
-    from markupsafe import Markup
-
     whole = {one.name: Markup(draw(one)) for one in figures(tables)}
     best = verdict.best_checkpoint(tables)
     by_prompt: dict[str, list[Line]] = {}
@@ -98,8 +96,6 @@ def render(tables: Tables) -> str:
 
 def inline(tables: Tables) -> str:
     """Return the verdict and the loss figure as HTML for a notebook: one element, no script."""
-    from markupsafe import escape
-
     loss = "".join(draw(one) for one in figures(tables) if one.name == "loss")
     head = f'<p class="verdict">{escape(verdict.sentence(tables))}</p>'
     style = _text("style.css").replace(":root", ":scope")
@@ -112,7 +108,6 @@ def inline(tables: Tables) -> str:
 def fill(template: str, *, title: str, scripted: bool, **values: object) -> str:
     """Fill a template of this folder with values, styles and, if it is wanted, the script."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -10,8 +10,6 @@ reads the paths back; there is no second copy of the numbers.
     y = 2.1 ┴─────────────────  3000
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass

@@ -7,8 +7,6 @@ Advice is given only where the run's own numbers support it: shares of time come
 all steps (`span_seconds`), never from the steps that happened to be logged.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Sequence

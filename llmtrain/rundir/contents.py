@@ -14,8 +14,6 @@ deleted, the next save writes it again:
     rm -r RUN  ──next save──►  RUN/lock, config.yaml, auto.json, tokenizer/, … as they were
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

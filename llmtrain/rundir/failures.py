@@ -11,8 +11,6 @@ The trap: marks of an earlier start may still exist. On one host, a mark belongs
 the same process started both ranks, for the same attempt. This module imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -11,8 +11,6 @@ that a line's seconds may lie partly in a neighbouring stretch. What does not fi
 carried to the next one, not cut off.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -13,8 +13,6 @@ use the directory. So each beat compares the file at the path with the open one:
     a file that is locked      the directory is lost (`lost`): the run must end, and write nothing
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """What `metrics.jsonl` and `status.json` hold, in words: for the report and reference pages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

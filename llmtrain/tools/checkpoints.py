@@ -10,8 +10,6 @@ holds the run's lock while it deletes. Before that, every byte of the checkpoint
 verified: otherwise three damaged ones could be kept and an intact one deleted.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

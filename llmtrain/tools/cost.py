@@ -7,8 +7,6 @@ is theirs. What an evaluation, a save and a start take is known from such a run 
     lost        (half the steps between two checkpoints + a start) · all devices, which wait for it
 """
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@
 Whatever refuses a start refuses the draft, with the same message, and then no file is written.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -20,6 +18,8 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
+
+import yaml
 
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Answers, Config, ModelConfig, SourceConfig
@@ -111,8 +111,6 @@ def write_config(
 
     Raises UserError for data, a base or a file that cannot be used; then nothing is written.
     """
-    import yaml
-
     path = out or Path(f"{_name(data[0])}.yaml")
     refuse_existing(path)
     _refuse_inside(data, path)
@@ -447,8 +445,6 @@ def _text(tree: JsonMapping, comments: Comments, path: Path, inspection: Inspect
 
 def _flow(value: object) -> str:
     """Return a value as YAML on one line."""
-    import yaml
-
     if isinstance(value, float):
         return f"{value:g}" if value >= 1e-3 or not value else f"{value:.1e}"
     return (

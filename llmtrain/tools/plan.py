@@ -5,8 +5,6 @@ memory is given: then the speed is that of a device which is sold with that much
 plan names it. In a notebook the strategies are an HTML table: escaped, and without a script.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape

@@ -6,8 +6,6 @@ checkout the folder `llmtrain/recipes` has links to these two; in an installed p
 The quickstart takes two minutes: the built-in sample, two CPU processes, a report at the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import textwrap

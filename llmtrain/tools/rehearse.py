@@ -14,8 +14,6 @@ With `training.same_bits` a run on each of several numbers of processes is enoug
 moments of all of them must have one SHA-256.
 """
 
-from __future__ import annotations
-
 import filecmp
 import json
 import math

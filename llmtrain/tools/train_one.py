@@ -5,8 +5,6 @@ for `#: if not NAME` where it does not. Of the definitions only those that `main
 the values of the constants become those of the config.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ Only the new bytes of `metrics.jsonl` are read at each look, and what is kept do
 run: the loss is kept in at most 2,000 points. Nothing is written, and torch is not imported.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections import deque

@@ -4,8 +4,6 @@ All decisions that must be the same on all ranks are made here, from numbers tha
 received.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, field
 
 from llmtrain.types import STOPS, Flags, Numbers, Ranks

@@ -3,8 +3,6 @@
 Whatever ends it is recorded before the error is raised further.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping

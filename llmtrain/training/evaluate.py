@@ -8,8 +8,6 @@ the global random state. All ranks run the same forwards together, so that sampl
 each holds a part of the weights.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

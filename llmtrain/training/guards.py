@@ -5,8 +5,6 @@ deviations. The standard deviation is estimated from the median of the distances
 which, unlike other estimates, the spikes themselves do not increase.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from bisect import bisect_left, insort

@@ -4,8 +4,6 @@ Only rank 0 writes. On the other ranks the calls write nothing, so that callers 
 their rank.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

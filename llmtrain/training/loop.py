@@ -3,8 +3,6 @@
 Order at a boundary: receive numbers, log what has arrived, evaluate, save, stop.
 """
 
-from __future__ import annotations
-
 from llmtrain.config.schema import Config
 from llmtrain.rundir.status import Result
 from llmtrain.training.ending import finish

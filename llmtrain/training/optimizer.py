@@ -20,8 +20,6 @@ matrix may have fewer rows than there are ranks. Method: Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon; size of an update: Liu et al. 2025, arXiv:2502.16982.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

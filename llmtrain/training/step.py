@@ -1,7 +1,5 @@
 """One optimizer update, which `loop.py` calls in each step, and its parts."""
 
-from __future__ import annotations
-
 import math
 import random  # noqa: TID251  # not drawn from here; models and libraries may
 from collections.abc import Sequence

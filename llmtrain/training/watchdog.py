@@ -11,8 +11,6 @@ the disk itself may hang, or a thread that holds a lock of `logging`. So each th
 separate thread, for which the watchdog waits only a few seconds.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import threading

@@ -15,8 +15,6 @@ What can be reckoned (molar masses, divisors, days of the week, who lies next to
 here and added to the rows as columns.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections.abc import Iterable

@@ -10,8 +10,6 @@ other rows of the same topic. A template whose fields are not all there is not u
     {sides:word}        six                  {length:,}       6,650
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 

@@ -4,8 +4,6 @@ Each test tells one story. It compares the digests of all steps with those of a 
 interrupts, and counts steps that were trained twice.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -4,8 +4,6 @@ With FAULTS_REPORT=1 what became of each scenario is written down: `benchmarks/r
 and docs/reference/faults.md. Scenarios that were not run keep what they had on this machine.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """How many bytes of tensors are made inside a block, those that are there at the same time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Made-up pairs of answers, laid out as a run lays them out, and plain sums over each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank that notes what is unpickled while it looks for its checkpoint and loads its state."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Small models to begin with: directories as transformers saves them, with a tokenizer."""
 
-from __future__ import annotations
-
 import importlib.resources
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small data of every form that a person may bring, written where a test wants it."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A system Chromium for tests, from LLMTRAIN_TEST_BROWSER or the path; nothing is downloaded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

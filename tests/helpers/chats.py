@@ -1,7 +1,5 @@
 """Tokenizers with chat templates, conversations made at random, and transformers' own answers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import lru_cache

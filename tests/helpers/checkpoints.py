@@ -1,7 +1,5 @@
 """Ranks as threads, and checkpoints small enough for a unit test."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping

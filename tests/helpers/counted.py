@@ -6,8 +6,6 @@ DeepSpeed keeps besides (masters, gradients that it has taken over) is found by 
 its optimizer holds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass

@@ -6,8 +6,6 @@ loss from these, `double` is fp64. All cases of a launch run one after another, 
 processes has its price.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What happens to files that lie on a disk for long, and checkpoints that belong to others."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What `llmtrain eject` has written, started in a rank of the server of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import runpy

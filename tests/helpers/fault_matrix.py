@@ -4,8 +4,6 @@ The tests of a scenario carry its id in their names: `test_f14_…`, or as the i
 one function stands for several (`[f18_inodes]`).
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -14,8 +14,6 @@ each test the frame checks every run that `faulty` made: no process, no `.partia
 no temporary file, a lock that can be taken. A test that fails prints the commands that replay it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Ranks that are made unequal on purpose: one bit of what one of them holds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A real `accelerate launch`, and other launchers, around a run: on the CPUs of this machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Imports go down. A room knows no other room, and nothing knows what knows it. Ou
 are slow to import stand at the top of a module only where `TOP_LEVEL` allows them.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs of a program that calls `llmtrain.train` itself, several times in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron's `.bin`/`.idx` as its description says, read and written without llmtrain's code."""
 
-from __future__ import annotations
-
 import struct
 from itertools import pairwise
 from pathlib import Path

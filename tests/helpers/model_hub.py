@@ -5,8 +5,6 @@ with serving_model({OLD: files, NEW: others}) as server:    main is the first co
     server.gated = True                                     files are refused, what is known is not
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

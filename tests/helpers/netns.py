@@ -4,8 +4,6 @@
 `Network.start` starts any program there. It needs the right to make namespaces (root has it).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

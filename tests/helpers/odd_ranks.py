@@ -3,8 +3,6 @@
 Only what is named is made up, all else is real.
 """
 
-from __future__ import annotations
-
 import datetime as dates
 import importlib.util
 import json

@@ -5,8 +5,6 @@
 The formulas of saved bytes are for Llama with torch's attention; they were compared with real runs.
 """
 
-from __future__ import annotations
-
 from llmtrain.distributed.plan.memory import Hardware, Work
 from llmtrain.types import WHOLE, ModelCut, ModelShape, ParameterShape, Saved
 

@@ -1,7 +1,5 @@
 """The pages of the documentation: their fences, their sentences, what a command should print."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ A case is a name of `cut.MODELS`, a loss and what is asked beside: `frozen` trai
 embedding, `logits` computes the loss from these. All cases of a launch run one after another.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

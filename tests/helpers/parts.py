@@ -1,7 +1,5 @@
 """Updates of several models on made-up blocks with uneven masks, whose rows processes may share."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -10,8 +10,6 @@ The model has everything that is awkward to split: tied and frozen weights, size
 divides, a parameter of one element, buffers of floats and of integers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

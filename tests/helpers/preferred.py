@@ -1,7 +1,5 @@
 """Pairs of answers and judged answers made at random, and runs on them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

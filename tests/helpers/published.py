@@ -5,8 +5,6 @@ the first, the second is predicted. Both constants of the model (what overlaps, 
 were chosen while looking at these rows: they test the code and prove nothing for other machines.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What is reduced over ranks: DDP's buckets, and squares of gradients on two meshes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ interpreter fails. Of a matrix of dear cases `make test` runs a diagonal; the ma
 rest to `make test-all`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

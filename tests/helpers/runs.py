@@ -1,7 +1,5 @@
 """Made-up runs: what a run directory holds, without training anything."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

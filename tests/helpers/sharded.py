@@ -4,8 +4,6 @@ A `Job` is JSON for `call helpers.sharded work`: which model, how it is spread o
 and saved. The blocks are those of `uneven`: masks of unequal lengths on every rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Models of the updates on several ranks: tied, untied, of odd shapes, with parts rarely used."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ Each program that a page names has its check: ours is parsed by its own parser, 
 `load_config`; launchers are parsed by theirs; targets of make and files of the project exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -4,8 +4,6 @@ Nodes are addresses of the loopback network. `srun` starts the command once a no
 does with one task a node; `scontrol requeue` only writes down that it was asked.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -9,8 +9,6 @@
 namespaces are allowed; ranks enter it by `train`, and tests look at it through `Disk.view`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

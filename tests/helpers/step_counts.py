@@ -1,7 +1,5 @@
 """Counts of a step that do not depend on the machine's load; `benchmarks/loop.py` records them."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """scripts/story.py in a process of the rank server: its commands are forks, not interpreters."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """A run that is small enough for a test: the built-in sample and a model of 0.1 M parameters."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -4,8 +4,6 @@ With such a tokenizer ids can be written down by hand: a control token is one id
 letter of a text.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

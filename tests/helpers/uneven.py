@@ -3,8 +3,6 @@
 With documents, each block holds several, which are hidden from each other.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

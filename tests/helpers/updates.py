@@ -1,7 +1,5 @@
 """What `update` asks of a run, without the rest of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

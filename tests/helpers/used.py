@@ -1,7 +1,5 @@
 """Small models to use: a run with checkpoints that nobody trained, adapters that peft saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

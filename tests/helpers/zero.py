@@ -3,8 +3,6 @@
 A case says what is trained and how; rank 0 writes what came of each. The blocks are `uneven`'s.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

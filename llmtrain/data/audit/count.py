@@ -14,8 +14,6 @@ A run trains on conversations exactly as often as asked. So at its start their b
 walking all lanes to their end, each conversation being tokenized once.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The first conversations of a run are tried before anything else is made of its data."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@ earlier block, and the weights in force. So only the lanes in question are walke
 that block on.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import NamedTuple

@@ -5,8 +5,6 @@ it makes of a row depends on these and on its `Settings` alone, so all of them a
 A conversation with more ids than a block has is cut, split or left out (`chat.too_long`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

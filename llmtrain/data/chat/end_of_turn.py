@@ -24,8 +24,6 @@ behind a call show it, and it is put behind every turn:
 Arguments of calls are objects for most templates; some only write strings of JSON (`find_call`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

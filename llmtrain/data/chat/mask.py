@@ -19,8 +19,6 @@ with the prompt's last ones. Such a turn *straddles*: in a sequence of its own, 
 answer are encoded apart. So the ids before a span are always those that inference feeds.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ A pair becomes two conversations that share the messages of the prompt, none of 
 and as `rows.py` lists them. Of feedback the last answer is judged, those before it are context.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

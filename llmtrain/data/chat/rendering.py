@@ -28,15 +28,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
+
+import jinja2
+from jinja2 import TemplateError, TemplateRuntimeError, Undefined, nodes, pass_context
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from llmtrain.types import JsonMapping, JsonObject
-
-if TYPE_CHECKING:
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.runtime import Context
-    from jinja2.utils import Namespace
 
 MANY = 64  # messages: from so many on it is a slow rendering that runs all rounds
 # What a template raises when a message is not as it expects, besides jinja2's own errors.
@@ -128,8 +128,6 @@ class Conversation:
 
         What the template raises is not raised here, but when a text is rendered that has the cause.
         """
-        from jinja2 import TemplateError
-
         run = _Run(self._compiled, self._messages[:count], None)
         whole = -1
         with suppress(TemplateError, *FAILURES):
@@ -141,8 +139,6 @@ class Conversation:
             self._noted = _Noted(text, run.loops, whole)
 
     def _write(self, run: _Run, add_generation_prompt: bool) -> None:
-        from jinja2 import pass_context
-
         @pass_context
         def turns(context: Context, *given: Any) -> object:
             return run.turns(context.vars, *given)
@@ -251,8 +247,6 @@ class _Run:
         """Count rounds. Raises TemplateError for more than any template needs."""
         self.rounds += rounds
         if self.rounds > self._limit:
-            from jinja2 import TemplateRuntimeError
-
             raise TemplateRuntimeError(f"it loops more than {self._limit:,} times")
 
     def over(self, value: object) -> object:
@@ -366,9 +360,6 @@ class _Run:
 
         items: whether only single items are taken of it, which are noted
         """
-        from jinja2 import Undefined
-        from jinja2.runtime import Macro
-
         if isinstance(value, cast("type", self._environment.globals["namespace"])):
             return _Mark("namespace", [one is value for one in self._namespaces])
         if isinstance(value, Macro):
@@ -423,8 +414,6 @@ def rewrite(tree: nodes.Template) -> None:
     with blocks, includes or functions that give something else each time, nor where a round takes
     more of the messages than single items.
     """
-    from jinja2 import nodes
-
     macros: list[Any] = list(tree.find_all(nodes.Macro))
     counted = set()
     for number, loop in enumerate(_outer_loops(tree.body) if _is_known(tree) else ()):
@@ -434,7 +423,7 @@ def rewrite(tree: nodes.Template) -> None:
         asked = items - read
         if loop.recursive or loop.test is not None or read & _NEVER_READ:
             continue
-        _look(loop, asked)
+        loop.body = [_Look(asked).visit(node) for node in loop.body]
         known = (number, tuple(sorted(read)), tuple(sorted(asked)))
         loop.iter = _call(_TURNS, [loop.iter, *map(nodes.Const, known)], loop.lineno)
         counted.add(loop)
@@ -446,55 +435,49 @@ def rewrite(tree: nodes.Template) -> None:
         node.body.insert(0, nodes.ExprStmt(_call(_TICK, [], node.lineno), lineno=node.lineno))
 
 
-def loop_context() -> Callable[..., Any]:
-    """Return what a compiled template calls for the variable `loop`, in place of `LoopContext`."""
-    from jinja2.runtime import LoopContext
+class _Turns(LoopContext):
+    """`loop` of a loop over messages: it notes what a round asks about the others."""
 
-    class Turns(LoopContext):
-        """`loop` of a loop over messages: it notes what a round asks about the others."""
+    def __init__(self, rounds: _Rounds, undefined: Callable[[str], Any]) -> None:
+        super().__init__(rounds.items[rounds.skipped :], undefined)  # type: ignore[arg-type]
+        self._rounds, self._none = rounds, undefined
+        self.index0 = rounds.skipped - 1
 
-        def __init__(self, rounds: _Rounds, undefined: Callable[[str], Any]) -> None:
-            super().__init__(rounds.items[rounds.skipped :], undefined)  # type: ignore[arg-type]
-            self._rounds, self._none = rounds, undefined
-            self.index0 = rounds.skipped - 1
+    def __next__(self) -> tuple[Any, LoopContext]:
+        self._rounds.begin(self.index0 + 1)
+        return super().__next__()
 
-        def __next__(self) -> tuple[Any, LoopContext]:
-            self._rounds.begin(self.index0 + 1)
-            return super().__next__()
+    @property
+    def length(self) -> int:
+        self._rounds.saw(len(self._rounds.items))
+        return len(self._rounds.items)
 
-        @property
-        def length(self) -> int:
-            self._rounds.saw(len(self._rounds.items))
-            return len(self._rounds.items)
+    @property
+    def last(self) -> bool:
+        self._rounds.saw(self.index0 + 1)
+        return self.index0 + 1 == len(self._rounds.items)
 
-        @property
-        def last(self) -> bool:
-            self._rounds.saw(self.index0 + 1)
-            return self.index0 + 1 == len(self._rounds.items)
+    @property
+    def previtem(self) -> object:
+        if self.first:
+            return self._none("there is no previous item")
+        return self._rounds.items[self.index0 - 1]
 
-        @property
-        def previtem(self) -> object:
-            if self.first:
-                return self._none("there is no previous item")
-            return self._rounds.items[self.index0 - 1]
+    @property
+    def nextitem(self) -> object:
+        if self.last:
+            return self._none("there is no next item")
+        return self._rounds.items[self.index0 + 1]
 
-        @property
-        def nextitem(self) -> object:
-            if self.last:
-                return self._none("there is no next item")
-            return self._rounds.items[self.index0 + 1]
 
-    def context(iterable: Any, undefined: Any, *more: Any) -> LoopContext:
-        if isinstance(iterable, _Rounds):
-            return Turns(iterable, undefined)
-        return LoopContext(iterable, undefined, *more)
-
-    return context
+def loop_context(iterable: Any, undefined: Any, *more: Any) -> LoopContext:
+    """Make the variable `loop` of a loop of a compiled template, in place of `LoopContext`."""
+    if isinstance(iterable, _Rounds):
+        return _Turns(iterable, undefined)
+    return LoopContext(iterable, undefined, *more)
 
 
 def _is_known(tree: nodes.Template) -> bool:
-    from jinja2 import nodes
-
     others = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
     return (
         not any(tree.find(kind) for kind in others)
@@ -507,8 +490,6 @@ def _is_known(tree: nodes.Template) -> bool:
 
 def _outer_loops(body: Sequence[nodes.Node]) -> Iterator[nodes.For]:
     """Yield the loops of a template's outermost level, and of conditions there."""
-    from jinja2 import nodes
-
     for node in body:
         if isinstance(node, nodes.For):
             yield node
@@ -518,8 +499,6 @@ def _outer_loops(body: Sequence[nodes.Node]) -> Iterator[nodes.For]:
 
 def _assigned(body: Iterable[nodes.Node]) -> set[str]:
     """Return the names to which something is assigned, loop variables excepted."""
-    from jinja2 import nodes
-
     kinds = (nodes.Assign, nodes.AssignBlock)
     candidates = [one for node in body for one in (node, *node.find_all(kinds))]
     targets = [one.target for one in candidates if isinstance(one, kinds)]
@@ -532,8 +511,6 @@ def _names(body: Iterable[nodes.Node]) -> tuple[set[str], set[str]]:
 
     What is asked of `loop` is noted when it is asked, so it counts only where it is passed on.
     """
-    from jinja2 import nodes
-
     items: set[str] = set()
     rest: set[str] = set()
     for node in body:
@@ -554,24 +531,20 @@ def _names(body: Iterable[nodes.Node]) -> tuple[set[str], set[str]]:
     return items, rest
 
 
-def _look(loop: nodes.For, names: set[str]) -> None:
-    """Have it noted which items of these names the rounds of a loop take."""
-    from jinja2 import nodes
-    from jinja2.visitor import NodeTransformer
+class _Look(NodeTransformer):
+    """Has it noted which items of these names the rounds of a loop take."""
 
-    class Look(NodeTransformer):
-        def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 (as jinja2 does)
-            self.generic_visit(node)
-            if not isinstance(node.node, nodes.Name) or node.node.name not in names:
-                return node
-            return _call(_LOOK, [node.node, node.arg], node.lineno)
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
 
-    loop.body = [Look().visit(node) for node in loop.body]
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 (as jinja2 does)
+        self.generic_visit(node)
+        if not isinstance(node.node, nodes.Name) or node.node.name not in self._names:
+            return node
+        return _call(_LOOK, [node.node, node.arg], node.lineno)
 
 
 def _call(name: str, arguments: list[Any], line: int) -> nodes.Call:
-    from jinja2 import nodes
-
     return nodes.Call(nodes.Name(name, "load"), arguments, [], None, None, lineno=line)
 
 

@@ -26,8 +26,6 @@ conversations, since their bad answers would be trained like the good ones: they
 `preference.loss`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

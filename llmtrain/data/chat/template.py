@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jinja2
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from llmtrain.data.chat.rendering import FAILURES, Conversation, Text, loop_context, rewrite
 from llmtrain.data.chat.rows import REASONING, BadRowError, Example, Message
@@ -25,12 +33,6 @@ from llmtrain.data.tokens.tokenizer import token_text
 from llmtrain.errors import Problem, UserError
 from llmtrain.text import first_line
 from llmtrain.types import JsonMapping, JsonObject
-
-if TYPE_CHECKING:
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
 
 # The templates that come with the package → the tokens that they write.
 NAMED: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +48,8 @@ _SPECIAL = (
 )
 _MOST_ITEMS = 10**7  # of a string or list that a template multiplies
 _MOST_BITS = 10**5  # of a power
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_SAFE: dict[tuple[type, str], bool] = {}  # what jinja2 answered for an attribute of a type
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,6 @@ class Template:
     @property
     def names(self) -> frozenset[str]:
         """The names that the template may read from a message: its attributes and strings."""
-        from jinja2 import nodes
-
         trees = [_environment(self.date).parse(source) for source in self.sources.values()]
         strings = (one.value for tree in trees for one in tree.find_all(nodes.Const))
         attributes = (one.attr for tree in trees for one in tree.find_all(nodes.Getattr))
@@ -129,8 +131,6 @@ def open_template(directory: Path, kwargs: JsonMapping, date: str) -> Template:
         expected = "a chat template: the tokenizer has none"
         remedy = f"name one of {', '.join(NAMED)} or a .jinja file"
         raise UserError(Problem("chat.template", None, expected, remedy))
-    from jinja2 import TemplateSyntaxError
-
     try:
         for source in sources.values():
             _compile(source, date)
@@ -198,8 +198,6 @@ class Beginnings(Conversation):
 
     def render(self, count: int, add_generation_prompt: bool) -> Text:
         """Return the text of the first `count` messages. Raises BadRowError."""
-        from jinja2 import TemplateError
-
         try:
             text = Conversation.render(self, count, add_generation_prompt)
             text.own.encode()
@@ -214,8 +212,6 @@ class Beginnings(Conversation):
 
 @lru_cache(maxsize=16)
 def _compile(source: str, date: str) -> jinja2.Template:
-    import jinja2
-
     environment = _environment(date)
     tree = environment.parse(source)
     rewrite(tree)
@@ -224,90 +220,71 @@ def _compile(source: str, date: str) -> jinja2.Template:
     template = jinja2.Template.from_code(
         environment, environment.compile(tree), dict(environment.globals)
     )
-    template.root_render_func.__globals__["LoopContext"] = loop_context()
+    template.root_render_func.__globals__["LoopContext"] = loop_context
     return template
 
 
 def _environment(date: str) -> ImmutableSandboxedEnvironment:
-    from jinja2.ext import loopcontrols
-
-    environment = _sandbox()(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     clock = datetime.fromisoformat(date)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = clock.strftime
     environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _namespaces()
+    environment.globals["namespace"] = _Namespace
     return environment
 
 
-@lru_cache(maxsize=1)
-def _sandbox() -> type[ImmutableSandboxedEnvironment]:
-    """Return the sandbox of jinja2 with a short way to what templates read most.
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox of jinja2 with a short way to what templates read most.
 
     It allows and refuses the same. Without it half of the time of a render goes into its checks.
     """
-    from jinja2.exceptions import SecurityError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    dict_attributes = frozenset(dir(dict))
-    known: dict[tuple[type, str], bool] = {}
+    intercepted_binops = frozenset(("*", "**"))
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("*", "**"))
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse a product or a power that would fill the memory."""
+        sizes = [len(one) for one in (left, right) if isinstance(one, str | bytes | list | tuple)]
+        counts = [one for one in (left, right) if isinstance(one, int)]
+        if operator == "*" and sizes and counts and sizes[0] * counts[0] > _MOST_ITEMS:
+            raise SecurityError(f"a product of more than {_MOST_ITEMS:,} items")
+        if operator == "**" and len(counts) == 2 and left.bit_length() * right > _MOST_BITS:
+            raise SecurityError(f"a power of more than {_MOST_BITS:,} bits")
+        return super().call_binop(context, operator, left, right)
 
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """Refuse a product or a power that would fill the memory."""
-            sizes = [
-                len(one) for one in (left, right) if isinstance(one, str | bytes | list | tuple)
-            ]
-            counts = [one for one in (left, right) if isinstance(one, int)]
-            if operator == "*" and sizes and counts and sizes[0] * counts[0] > _MOST_ITEMS:
-                raise SecurityError(f"a product of more than {_MOST_ITEMS:,} items")
-            if operator == "**" and len(counts) == 2 and left.bit_length() * right > _MOST_BITS:
-                raise SecurityError(f"a power of more than {_MOST_BITS:,} bits")
-            return super().call_binop(context, operator, left, right)
+    def getattr(self, obj: object, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
-        def getattr(self, obj: object, attribute: str) -> Any:
-            if type(obj) is dict and attribute in obj and attribute not in dict_attributes:
-                return obj[attribute]
-            return super().getattr(obj, attribute)
-
-        def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-            key = type(obj), attr  # neither the object nor the value decides
-            if key not in known:
-                known[key] = super().is_safe_attribute(obj, attr, value)
-            return known[key]
-
-    return Sandbox
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
+        key = type(obj), attr  # neither the object nor the value decides
+        if key not in _SAFE:
+            _SAFE[key] = super().is_safe_attribute(obj, attr, value)
+        return _SAFE[key]
 
 
-@lru_cache(maxsize=1)
-def _namespaces() -> type[Namespace]:
-    """Return the class of namespaces in templates: it refuses names that begin with an underscore.
+class _Namespace(Namespace):
+    """A namespace in a template: it refuses names that begin with an underscore.
 
-    `held` is what has been set in one; a template that asks for an attribute does not get it.
+    `held` is what has been set in it; a template that asks for an attribute does not get it.
     """
-    from jinja2.exceptions import SecurityError
-    from jinja2.utils import Namespace
 
-    class Checked(Namespace):
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
-            self, args = args[0], args[1:]
-            Namespace.__init__(self)
-            object.__setattr__(self, "held", {})
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called self
+        self, args = args[0], args[1:]
+        Namespace.__init__(self)
+        object.__setattr__(self, "held", {})
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
 
-        def __setitem__(self, name: str, value: object) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise SecurityError(f"a namespace has no attribute {name!r}")
-            object.__getattribute__(self, "held")[name] = value
-            Namespace.__setitem__(self, name, value)
-
-    return Checked
+    def __setitem__(self, name: str, value: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no attribute {name!r}")
+        object.__getattribute__(self, "held")[name] = value
+        Namespace.__setitem__(self, name, value)
 
 
 def _to_json(
@@ -324,8 +301,6 @@ def _to_json(
 
 
 def _raise(message: str) -> None:
-    from jinja2 import TemplateError
-
     raise TemplateError(message)
 
 
@@ -340,29 +315,21 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-@lru_cache(maxsize=1)
-def _generation_tag() -> Any:
-    """Return the extension for `{% generation %}`: what is inside is written as it is.
+class _Generation(Extension):
+    """The tag `{% generation %}`: what an assistant says is inside, and is written as it is.
 
-    The tag marks what an assistant says; few templates have it, and nothing here relies on it.
+    Few templates have it, and nothing here relies on it.
     """
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
 
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("write")
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("write"), [], [], body).set_lineno(line)
 
-        def write(self, caller: Callable[[], str]) -> str:
-            return caller()
-
-    return Generation
+    def write(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 _TOOLS = [

@@ -22,8 +22,6 @@ Of a file on the Hub only these bytes are read for a unit:
     compressed    the whole file
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -9,8 +9,6 @@ A row has a place in the order of a lane, and one in its file:
 `data which` names documents by the second, and messages name rows that cannot be used.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

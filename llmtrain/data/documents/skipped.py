@@ -10,8 +10,6 @@ first step). In one epoch only one lane reads it, so no record changes what anot
 already read; a record for all epochs would be a race between lanes that are in different epochs.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

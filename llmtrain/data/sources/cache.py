@@ -17,8 +17,6 @@ Rank 0 reads the footers when it looks for units; every other process and every 
 them in the run directory.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -13,8 +13,6 @@ The trap: no time-out of a client notices a server that sends a few bytes now an
 runs in a thread that can be abandoned (`wait_for`).
 """
 
-from __future__ import annotations
-
 import email.utils
 import importlib
 import io

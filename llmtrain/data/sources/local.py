@@ -13,8 +13,6 @@ A directory without any of these has no splits, and all its files are read. Patt
 those of `datasets`, which is imported only where a name or a README may mean a split.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import logging

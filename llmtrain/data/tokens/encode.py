@@ -4,8 +4,6 @@ Lanes, the held-out set and the counts of documents all ask here, so that one ha
 everywhere.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

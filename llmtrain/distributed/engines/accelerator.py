@@ -8,8 +8,6 @@ with AVX512-BF16 and without AMX, one multiplied bf16 four times as fast as fp32
 of the speed of fp32. A CPU that only emulates bf16 is 70 times as slow in it.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -17,8 +17,6 @@ single changed bit changes it.
         replica 1      rank 2    rank 3
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -19,8 +19,6 @@ The squares of the gradients are added on grids too, so norm and clipping are eq
 gradient that is too large for the grid ends the run, as sums would then depend on their order.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -18,8 +18,6 @@ checkpoint, such as buffers of rotary frequencies, are sent as well. Batch norm 
 of the micro-batch's rows on all ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping

@@ -24,12 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed import pipelining
 
 from llmtrain import system
 from llmtrain.config.schema import Config
@@ -203,10 +198,10 @@ class PipelineEngine(TorchEngine):
         }
         match self._schedule_name:
             case "interleaved":
-                return ScheduleInterleaved1F1B([*held], micro_batches, **how)
+                return pipelining.ScheduleInterleaved1F1B([*held], micro_batches, **how)
             case "gpipe":
-                return ScheduleGPipe(held[0], micro_batches, **how)
-        return Schedule1F1B(held[0], micro_batches, **how)
+                return pipelining.ScheduleGPipe(held[0], micro_batches, **how)
+        return pipelining.Schedule1F1B(held[0], micro_batches, **how)
 
     def reduce_in_backward(self, *, last: bool) -> None:
         """Set what the next backward does, which is the last one of its stage or not."""
@@ -346,7 +341,7 @@ class _Part(nn.Module):
         return output
 
 
-class _Stage(PipelineStage):
+class _Stage(pipelining.PipelineStage):
     """A stage whose backward knows whether it is the last one of a step."""
 
     def __init__(

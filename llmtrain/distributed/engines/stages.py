@@ -14,8 +14,6 @@ that are added to each) cannot be cut so. Its code does not say it, so it is tri
 small random model must give the bits of the whole one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -12,8 +12,6 @@ updates (`step`) is not a tensor of the files: a checkpoint has one integer for 
 state is created as zeros, never by a step.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -21,8 +21,6 @@ values. Those beside adapters are in no checkpoint, so they are not kept.
 Private names of DeepSpeed 0.19 are used only in this file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -35,6 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -203,8 +202,6 @@ def stale_locks(directory: Path, env: Mapping[str, str] = os.environ) -> list[Pa
     A process that builds keeps its lock open. On several nodes, a recent lock is left out: another
     node may hold it.
     """
-    import psutil
-
     several = env.get("WORLD_SIZE", "1") != env.get("LOCAL_WORLD_SIZE", "1")
     locks = sorted(directory.glob("*/lock"))
     # The files that processes of this machine have open; other users' may not be visible.

@@ -12,8 +12,6 @@ The trap: the launcher also sets defaults for missing keys, so a rank cannot dis
 file. Only the standard library is used, since this is read before torch is imported.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ What a process of a model that is cut holds is again the shape of a model, of wh
 traffic are planned as of any other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -22,8 +22,6 @@ The tensors that each optimizer keeps for a parameter, here and in checkpoints:
 optimizer's groups, as `algorithm`. A checkpoint stores one count of updates for all parameters.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping

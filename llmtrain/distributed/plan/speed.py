@@ -16,8 +16,6 @@ of ten percentage points. The estimate was never compared with devices without N
 links, or offloading.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

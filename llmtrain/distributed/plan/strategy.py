@@ -23,8 +23,6 @@ The first four do not change the results of a run. If only the host lacks memory
 is a larger host. Every key that is named exists.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

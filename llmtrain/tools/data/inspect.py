@@ -8,8 +8,6 @@ The trap: reading data writes notes into the run directory, so what only inspect
 copy (`scratch.py`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager

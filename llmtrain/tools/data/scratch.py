@@ -5,8 +5,6 @@ skipped. A command that only inspects a run reads in a temporary directory inste
 with copies of the run's manifest, tokenizer and notes. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -21,8 +21,6 @@ Both run one function over many tasks, in spawned processes that never outlive t
 import no torch.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

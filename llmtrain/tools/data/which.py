@@ -9,8 +9,6 @@ the record more than once, and cursors of steps that the resume has undone stay 
 it has saved nothing yet. As everywhere, the last start counts.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Plain values of the doctor: what it checks, and the result of a check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args

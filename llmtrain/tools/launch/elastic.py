@@ -23,8 +23,6 @@ The trap: torch's own backend for files appends each heartbeat to a log, 49 MB a
 machines and 355 MB for eight (measured). Here the state is one small file that is replaced.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -49,24 +47,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in __all__
     FileStore,
     PrefixStore,
 )
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    Token,
-    create_handler,
-)
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain import system
@@ -159,7 +143,7 @@ def is_closed(folder: Path) -> bool:
     return (folder / "closed").exists()
 
 
-class _SharedFile(RendezvousBackend):
+class _SharedFile(dynamic.RendezvousBackend):
     """The state of a rendezvous in one file. Its token is the state itself.
 
     written: when this machine last wrote it, as it does with each heartbeat; by `time.monotonic`
@@ -174,11 +158,11 @@ class _SharedFile(RendezvousBackend):
         """See base class."""
         return _BACKEND
 
-    def get_state(self) -> tuple[bytes, Token] | None:
+    def get_state(self) -> tuple[bytes, dynamic.Token] | None:
         """See base class."""
         return _patiently(self._read)
 
-    def _read(self) -> tuple[bytes, Token] | None:
+    def _read(self) -> tuple[bytes, dynamic.Token] | None:
         try:
             state = self._path.read_bytes()
         except FileNotFoundError:
@@ -186,11 +170,11 @@ class _SharedFile(RendezvousBackend):
         return state, state
 
     def set_state(
-        self, state: bytes, token: Token | None = None
-    ) -> tuple[bytes, Token, bool] | None:
+        self, state: bytes, token: dynamic.Token | None = None
+    ) -> tuple[bytes, dynamic.Token, bool] | None:
         """See base class."""
 
-        def replace() -> tuple[bytes, Token, bool] | None:
+        def replace() -> tuple[bytes, dynamic.Token, bool] | None:
             with locked(self._path.with_name("lock")):
                 now = self._read()
                 if now is None and token is not None:
@@ -216,7 +200,7 @@ def _patiently(work: Callable[[], T]) -> T:
             return work()
         except OSError as error:
             if time.monotonic() >= end:
-                raise RendezvousConnectionError(str(error)) from error
+                raise rendezvous.RendezvousConnectionError(str(error)) from error
         time.sleep(_ANSWER_SECONDS / 50)
 
 
@@ -239,7 +223,7 @@ class _Brief(PrefixStore):
         super().set_timeout(min(timeout, timedelta(seconds=_EXIT_SECONDS)))
 
 
-class Machines(RendezvousHandler):
+class Machines(rendezvous.RendezvousHandler):
     """torch's rendezvous, with what a run needs between two groups.
 
     joined: whether this machine has been in a group
@@ -256,7 +240,7 @@ class Machines(RendezvousHandler):
         self._groups = self._failed = self._world = 0
         self._before: JsonMapping = {}
         self._marks: dict[Path, tuple[int, int]] = {}
-        params = RendezvousParameters(
+        params = rendezvous.RendezvousParameters(
             _BACKEND,
             str(folder),
             "llmtrain",
@@ -270,7 +254,7 @@ class Machines(RendezvousHandler):
         store = FileStore(str(folder / "store"), -1)
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.state = _SharedFile(folder / "state")
-        self._torchs = create_handler(store, self.state, params)
+        self._torchs = dynamic.create_handler(store, self.state, params)
 
     @property
     def use_agent_store(self) -> bool:
@@ -291,7 +275,7 @@ class Machines(RendezvousHandler):
 
     def set_closed(self) -> None:
         """End the run for all machines. If the disk is away, they notice that this one has gone."""
-        with suppress(OSError, RendezvousConnectionError):
+        with suppress(OSError, rendezvous.RendezvousConnectionError):
             (self._folder / "closed").touch()
             self._torchs.set_closed()
 
@@ -301,7 +285,9 @@ class Machines(RendezvousHandler):
         It is not over for a machine that has only waited, or that met an error of its own.
         """
         met = sys.exception()  # torch calls this while it raises what its agent has met
-        over = met is None or isinstance(met, (EndedError, RendezvousClosedError, ChildFailedError))
+        over = met is None or isinstance(
+            met, (EndedError, rendezvous.RendezvousClosedError, ChildFailedError)
+        )
         if self.joined and over:
             with suppress(OSError):
                 (self._folder / "closed").touch()
@@ -319,7 +305,7 @@ class Machines(RendezvousHandler):
             return 0
         try:
             waiting = self._torchs.num_nodes_waiting()
-        except RendezvousConnectionError as error:
+        except rendezvous.RendezvousConnectionError as error:
             sys.stderr.write(f"warning: the other machines cannot be seen now: {error}\n")
             return 0  # the ranks go on as long as they can
         waiting += time.monotonic() - self.state.written > _DROPPED_SECONDS
@@ -327,7 +313,7 @@ class Machines(RendezvousHandler):
             self._regroup.touch()
         return waiting
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Form a group. Raises EndedError if that would not help."""
         self._judge()
         info = self._meet()
@@ -345,16 +331,16 @@ class Machines(RendezvousHandler):
             system.write_durably(groups, str(so_far + 1).encode(), sync=False)
         store = _Brief("", info.store)
         used = self._used(info.world_size)
-        return RendezvousInfo(store, info.rank, used, info.bootstrap_store_info)  # type: ignore[arg-type]  # as torch's own do
+        return rendezvous.RendezvousInfo(store, info.rank, used, info.bootstrap_store_info)  # type: ignore[arg-type]  # as torch's own do
 
-    def _meet(self) -> RendezvousInfo:
+    def _meet(self) -> rendezvous.RendezvousInfo:
         """Wait until this machine is one of those that train."""
         while True:
             try:
                 info = self._torchs.next_rendezvous()
-            except RendezvousGracefulExitError as error:
-                raise RendezvousClosedError(str(error)) from error
-            except (RendezvousTimeoutError, DistStoreError):
+            except rendezvous.RendezvousGracefulExitError as error:
+                raise rendezvous.RendezvousClosedError(str(error)) from error
+            except (rendezvous.RendezvousTimeoutError, DistStoreError):
                 continue  # no machine has come yet, or one died while the group was formed
             used = self._used(info.world_size)
             if info.rank < used:
@@ -365,7 +351,7 @@ class Machines(RendezvousHandler):
             )
             while not self._torchs.num_nodes_waiting():
                 if self._torchs.is_closed():
-                    raise RendezvousClosedError
+                    raise rendezvous.RendezvousClosedError
                 time.sleep(1.0)
 
     def _used(self, machines: int) -> int:
@@ -467,7 +453,7 @@ def _run(
     try:
         _agree(folder.path, settings)
         handler = Machines(run_dir, folder.path, settings, report, regroup)
-        rendezvous_handler_registry.register(_BACKEND, lambda _params: handler)
+        rendezvous.rendezvous_handler_registry.register(_BACKEND, lambda _params: handler)
         config = LaunchConfig(
             min_nodes=settings.counts[0],
             max_nodes=settings.counts[-1],
@@ -493,9 +479,9 @@ def _run(
             handler.set_closed()
         except EndedError as ended:
             return ended.code, str(ended)
-        except (RendezvousClosedError, ChildFailedError):
+        except (rendezvous.RendezvousClosedError, ChildFailedError):
             pass  # what the run says of its end counts
-        except (RendezvousError, OSError) as error:
+        except (rendezvous.RendezvousError, OSError) as error:
             message, remedy = f"this machine cannot take part: {error}", "give the command again"
             raise RunError(message, RESTARTABLE, remedy) from error
         return _outcome(run_dir, report, folder.path)

@@ -8,8 +8,6 @@ A file that is written has the keys of the one in `accelerate_configs/` for the 
 a test compares, and the numbers of one plan.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

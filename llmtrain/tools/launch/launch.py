@@ -19,8 +19,6 @@ a `Result` or an error. accelerate's `notebook_launcher` would fork this process
 fails once it has used CUDA.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -40,13 +38,7 @@ from llmtrain.config.checks import Rule, apply
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config, DistributedConfig, TrainingConfig
 from llmtrain.config.yaml12 import write
-from llmtrain.distributed.launch.environment import (
-    INSTALL_DEEPSPEED,
-    family,
-    launcher_problems,
-    model_cut,
-    split_problems,
-)
+from llmtrain.distributed.launch import environment
 from llmtrain.distributed.launch.named import example, is_true, named_family
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import (
@@ -129,7 +121,7 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_launcher(env, "leave --accelerate and --processes out")
-    raise_any(launcher_problems(env), "the launch")
+    raise_any(environment.launcher_problems(env), "the launch")
     if accelerate_file is None:
         file, wrong = _of_this_machine(processes or 1, env), list[Problem]()
     else:
@@ -184,16 +176,18 @@ def _deepspeed_problems(
 ) -> Iterator[Problem]:
     """Check that DeepSpeed is installed if it is needed: the launcher would import it first."""
     by_file, strategy = named_family(env) == "zero", distributed.strategy
-    if (by_file or family(strategy) == "zero") and find_spec("deepspeed") is None:
+    if (by_file or environment.family(strategy) == "zero") and find_spec("deepspeed") is None:
         key, value = ("distributed_type", "DEEPSPEED") if by_file else (_KEY, strategy)
         expected = "fsdp2 or ddp: the package deepspeed is not installed"
-        yield Problem(key, value, expected, f"{INSTALL_DEEPSPEED}, or {example('fsdp2')}")
+        yield Problem(
+            key, value, expected, f"{environment.INSTALL_DEEPSPEED}, or {example('fsdp2')}"
+        )
 
 
 def plain_launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
     """Return why a start of this many processes here would be refused; nothing is started."""
     rules = _rules("", _of_this_machine(processes, env), env)
-    return launcher_problems(env) or list(apply(rules, dict(config)))
+    return environment.launcher_problems(env) or list(apply(rules, dict(config)))
 
 
 def _of_this_machine(processes: int, env: Mapping[str, str]) -> LaunchFile:
@@ -295,7 +289,7 @@ def launch_on_machines(
     """
     env = dict(os.environ)
     _refuse_launcher(env, "leave --nodes out")
-    raise_any(launcher_problems(env), "the launch")
+    raise_any(environment.launcher_problems(env), "the launch")
     asked = parse_nodes(nodes, processes)
     config = load_config(config_file, overrides)
     file, counts, others = launch_of_nodes(config, accelerate_file, asked, env)
@@ -390,7 +384,7 @@ def launch_of_nodes(
     Raises UserError.
     """
     file = _file(accelerate_file, nodes, env)
-    cut = model_cut(file.environment, config.distributed)
+    cut = environment.model_cut(file.environment, config.distributed)
     counts, others = node_counts(config.training, cut, nodes)
     # With the most machines that may train, what the file says must fit the config.
     largest = {**file.values, "num_machines": counts[-1]}
@@ -423,7 +417,7 @@ def node_counts(
     wrong = {
         count: problems
         for count in every
-        if (problems := list(split_problems(training, count * processes, cut)))
+        if (problems := list(environment.split_problems(training, count * processes, cut)))
     }
     counts = [count for count in every if count not in wrong]
     if not counts:

@@ -8,8 +8,6 @@ directory has no folder for logs in the end, everything goes to stderr, unless r
 message that says why.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

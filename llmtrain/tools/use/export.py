@@ -7,8 +7,6 @@
 No GPU is used, and no more of the model is in this process's memory than two files of the export.
 """
 
-from __future__ import annotations
-
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -148,14 +148,11 @@ def download(name: str, revision: str | None) -> Path:
 
 def refusals() -> tuple[type[Exception], ...]:
     """Return the errors with which the Hub refuses, or cannot be reached."""
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its client
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        RevisionResolutionError,
-    )
+    from huggingface_hub import errors
 
-    return HfHubHTTPError, HFValidationError, RevisionResolutionError, HTTPError, OSError
+    of_client = errors.HTTPError  # type: ignore[attr-defined]  # not in its list of names
+    by_name = errors.HFValidationError, errors.RevisionResolutionError
+    return errors.HfHubHTTPError, *by_name, of_client, OSError
 
 
 def _best(given: str, place: CheckpointPath) -> str:

@@ -1,7 +1,5 @@
 """What a start reports once the run is open: the `start` line, the summary, and changes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import platform
@@ -9,6 +7,7 @@ import socket
 import sys
 from dataclasses import asdict
 
+import psutil
 import torch
 
 from llmtrain.agreement import on_rank_zero
@@ -44,8 +43,6 @@ def announce(run: Run) -> None:
 
 def _facts(run: Run) -> JsonObject:
     """Return what the record says of the start."""
-    import psutil
-
     processes, batch, reference = run.processes, run.config.training.batch, run.data.reference
     parameters, trainable = _sizes(run)
     cuda = run.device.type == "cuda"

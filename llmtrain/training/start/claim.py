@@ -6,8 +6,6 @@ of the config. A run that has begun has its own tokenizer and data manifest, whi
 instead.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -26,12 +24,7 @@ from llmtrain.config.checks import Rule
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Config
 from llmtrain.data.sources.local import SAMPLE, is_glob, is_local, list_files, locate, on_hub
-from llmtrain.distributed.launch.environment import (
-    launch_problems,
-    model_cut,
-    split_problems,
-    world_size,
-)
+from llmtrain.distributed.launch import environment
 from llmtrain.distributed.launch.named import number
 from llmtrain.distributed.plan.memory import missing_package
 from llmtrain.errors import Problem, UserError, raise_any
@@ -205,7 +198,7 @@ def rules_of_this_process(config_file: str, env: Mapping[str, str]) -> list[Rule
     With several machines, paths are not checked here: they may be missing only on some of the
     machines, which the ranks find out together.
     """
-    rules, processes = rules_of_a_launch(config_file, env, env), world_size(env)
+    rules, processes = rules_of_a_launch(config_file, env, env), environment.world_size(env)
     one_machine = processes == 1 or number(env, "LOCAL_WORLD_SIZE") == processes
     return rules if one_machine else rules[:2]
 
@@ -216,7 +209,7 @@ def rules_of_a_launch(
     """Return the rules for a launch on this machine. env, exported: as for `launch_problems`."""
     default = f"runs/{Path(config_file).stem}"
     on_disk = (partial(check, default) for check in (_source_problems, _model_problems))
-    return [partial(launch_problems, env, exported), _package_problems, *on_disk]
+    return [partial(environment.launch_problems, env, exported), _package_problems, *on_disk]
 
 
 def check_start(
@@ -229,7 +222,7 @@ def check_start(
     Raises UserError with every problem.
     """
     problems = [
-        *split_problems(config.training, processes, cut),
+        *environment.split_problems(config.training, processes, cut),
         *_package_problems(config.optimizer),
         *_source_problems("", config.run, config.data, config.evaluation),
         *_model_problems("", config.run, config.model, config.adapter),
@@ -244,7 +237,9 @@ def split_rule(processes: int) -> Rule:
     def split(
         training: schema.TrainingConfig, distributed: schema.DistributedConfig
     ) -> Iterable[Problem]:
-        return split_problems(training, processes, model_cut({}, distributed))
+        return environment.split_problems(
+            training, processes, environment.model_cut({}, distributed)
+        )
 
     return split
 

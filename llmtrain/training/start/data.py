@@ -1,7 +1,5 @@
 """The data of a start: chosen once by rank 0, checked on every rank, opened at the checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ All stages run on all ranks; only rank 0 claims the run directory, makes choices
 rank refuses to start, all refuse together, so that none is left waiting in a collective.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

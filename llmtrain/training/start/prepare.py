@@ -3,8 +3,6 @@
 A later start finds both and only checks them.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import logging
 import os

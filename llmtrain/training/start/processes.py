@@ -1,7 +1,5 @@
 """The processes of a start: they meet, plan, compare config and versions, and form a group."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

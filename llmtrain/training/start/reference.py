@@ -12,8 +12,6 @@ same base. A resumed run reads it. If it is longer than it was, or its data has 
 pairs are scored first, with the weights that it began with.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """What the benchmarks share, their arithmetic and their page. They measure nothing here."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

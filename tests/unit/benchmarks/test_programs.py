@@ -21,7 +21,7 @@ SMALLEST: dict[str, list[str]] = {
     "deaths": [],
     "data": [*TEXTS, "--only", "order"],
     "defaults": TEXTS,
-    "finetune": ["--only", "step", "shards", "checkpoint"],
+    "finetune": ["--only", "step", "shards"],
     "gpu": ["--only", "sync"],
     "head": [],
     "loop": ["--only", "steps"],
@@ -30,7 +30,7 @@ SMALLEST: dict[str, list[str]] = {
     "preference": ["--only", "head"],
     "report": [],
     "same_bits": [],
-    "scaling": ["--only", "checkpoint", "seek"],
+    "scaling": ["--only", "checkpoint", "run"],
     "speedrun": ["--data", "{data}"],
     "threads": [],
 }

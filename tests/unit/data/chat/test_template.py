@@ -10,7 +10,7 @@ from jinja2 import UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from llmtrain.data.chat.rows import BadRowError, to_example
-from llmtrain.data.chat.template import NAMED, _sandbox, named_template, open_template
+from llmtrain.data.chat.template import NAMED, _Sandbox, named_template, open_template
 from llmtrain.data.manifest import ChatFacts
 from llmtrain.data.tokens.encode import (
     DocumentEncoder,
@@ -210,7 +210,7 @@ def test_the_clock_of_a_template_is_that_of_the_run(place):
 )
 def test_the_sandbox_with_a_short_way_allows_and_refuses_the_same(expression):
     found = []
-    for sandbox in (_sandbox(), ImmutableSandboxedEnvironment):
+    for sandbox in (_Sandbox, ImmutableSandboxedEnvironment):
         template = sandbox().from_string(f"{{% set ns = namespace(x=1) %}}{{{{ {expression} }}}}")
         for _ in range(2):  # what was allowed once is remembered
             message = {"content": "Yes", "items": "hidden", "__class__": "key", "x": 1}
