@@ -44,7 +44,7 @@ def test_f13_the_training_goes_on_while_files_are_written(faulty, straight):
     order = [line["step"] for line in sorted(lines, key=lambda line: line["time"])]
     saved = next(line for line in run.lines("checkpoint") if line["step"] == 8)
     assert saved["seconds"] > 2
-    # Step 9 took two seconds beside the write, so a slow machine has 1.5 s for all that surrounds it.
+    # Step 9 takes two seconds beside the write: a slow machine may lose 1.5 s around them.
     assert saved["blocked_seconds"] < saved["seconds"] - 0.5
     assert order.index(9) < len(order) - 1 - order[::-1].index(8), "9 was trained before the commit"
     assert run.outcome() == straight(2)
