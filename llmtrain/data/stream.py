@@ -11,8 +11,6 @@ Several blocks are sent between processes at once, since a transfer costs more t
 trap: nothing here imports torch, which would triple the memory of a worker.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import threading
@@ -22,8 +20,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
 from math import ceil, gcd
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,9 +38,6 @@ from llmtrain.data.tokens.encode import DocumentEncoder, open_encoder
 from llmtrain.data.workers import Asked, Failed, Workers
 from llmtrain.errors import raise_any
 from llmtrain.types import Batch
-
-if TYPE_CHECKING:
-    from multiprocessing.synchronize import Event
 
 _log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from llmtrain.agreement import captured
 from llmtrain.batch_size import BatchSize
@@ -64,8 +65,6 @@ from llmtrain.types import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from llmtrain.model.loss import LossModule
 
 _log = logging.getLogger(__name__)

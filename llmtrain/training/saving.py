@@ -13,8 +13,6 @@ The files beside the tensors (`trainer_state.json`, configs, the tokenizer) hold
 rest of the run depends on and that is not a tensor. Rank 0 gathers it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -27,9 +25,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from llmtrain.agreement import captured, from_rank_zero, gathered, on_rank_zero
 from llmtrain.checkpoint import candidates, disk, format as form, write
@@ -48,9 +46,6 @@ from llmtrain.training.guards import check_replicas
 from llmtrain.training.run import Flight, Run, Saves, Written
 from llmtrain.training.stop import grace_warning
 from llmtrain.types import Failure, JsonObject, Piece
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 

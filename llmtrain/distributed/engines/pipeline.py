@@ -16,15 +16,14 @@ Evaluation and samples have no schedule: each process passes on what it has comp
 with the next micro-batch while others still work on this one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from transformers import PreTrainedConfig
 
 from llmtrain import system
 from llmtrain.config.schema import Config
@@ -38,9 +37,6 @@ from llmtrain.pairs import PAIR_SLOTS
 from llmtrain.text import plural
 from llmtrain.torch_private import flattened
 from llmtrain.types import MicroBatch, ModelCut, ModelShape, Piece, Spec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _BUCKET = 25 << 20  # bytes of gradients that are added up at once
 

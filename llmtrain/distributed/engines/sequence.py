@@ -14,22 +14,18 @@ An exchange is made only where a forward is told that its rows are parts (`in_pa
 each process computes the rows that it gets, whole, as where samples are written.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from llmtrain.config.schema import Config
 from llmtrain.errors import Problem
 from llmtrain.types import ModelCut
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 KEY = "distributed.sequence_parallel"
 # What transformers' attention interface calls: module, query, key, value, mask, and keywords.

@@ -8,8 +8,6 @@ Each answer is scored alone behind its prompt, as `llmtrain evaluate MODEL --dat
 A pair whose answers have more tokens than the model has positions is left out and counted.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from llmtrain.config.binding import DataSettings, data_settings
 from llmtrain.config.load import load_config
@@ -43,11 +43,6 @@ from llmtrain.tools.use.packed import OnProgress
 from llmtrain.tools.use.target import Target, find_target
 from llmtrain.training.step import target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
 
 _log = logging.getLogger(__name__)
 
@@ -179,9 +174,6 @@ def score_answers(
     on_progress: OnProgress,
 ) -> np.ndarray:
     """Return Σ log p of both answers of each pair, or their scores, (N, 2) fp64."""
-    import numpy as np
-    import torch
-
     attention.rope_by_document(opened.model)
     by_length = attention.rope_change(opened.model) is not None
     head = examine(opened.model)  # else the logits of a batch would be whole
@@ -211,9 +203,6 @@ def _figures(
 
     sums, reference: (N, 2) fp64, as `score_answers` returns them
     """
-    import numpy as np
-    import torch
-
     known = np.zeros_like(sums) if reference is None else reference
     sizes = np.array([[half.sum() for half in _trained(one)] for one in answers], np.float64)
     asked = PairTensors(
@@ -251,8 +240,6 @@ def _longest(pair: Encoded) -> int:
 
 def _rows(batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
     """Return a row for each answer, (2N, T) int64: ids, and labels that are shifted."""
-    import numpy as np
-
     width = max(map(_longest, batch))
     ids = np.zeros((2 * len(batch), width), np.int64)
     labels = np.full_like(ids, NOT_TRAINED)
@@ -265,9 +252,6 @@ def _rows(batch: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
 
 def _asked(labels: np.ndarray, device: torch.device) -> PairTensors:
     """Return what is asked of the pairs in rows with these labels, (2N, T), one a half."""
-    import numpy as np
-    import torch
-
     trained = labels != NOT_TRAINED
     lengths, width = trained.sum(axis=1), labels.shape[1]
     behind = width - trained[:, ::-1].argmax(axis=1)  # of each row, the last token of the answer

@@ -22,8 +22,6 @@ tokenizer add its begin token to a text that it has put a begin token in front o
 scores the second one. So it is told to let the tokenizer add none.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import time
@@ -31,7 +29,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+import yaml
+from torch import Tensor
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
@@ -53,10 +54,6 @@ from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_targe
 from llmtrain.training.evaluate import figures
 from llmtrain.types import NOT_TRAINED, Evaluation, JsonMapping, JsonObject
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 Window = tuple[list[int], int]  # ids of inputs and the last target; number of targets to score
 
 _LOGITS_BYTES = 256 << 20  # of a batch; a single window may have more
@@ -71,8 +68,6 @@ def score_rolling(
 
     Raises UserError for a stride that is larger than that, and if no token can be scored.
     """
-    import torch
-
     size = opened.positions
     if stride is not None and not 1 <= stride <= size:
         expected = f"1 to {size}, the model's positions"
@@ -136,8 +131,6 @@ def _tensors(batch: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
     Padding is on the right, where causal attention does not see it. It has no target, and position
     0, so that it makes no window longer.
     """
-    import torch
-
     longest = max(len(line) for line, _ in batch) - 1
     inputs = torch.zeros((len(batch), longest), dtype=torch.int64)
     targets, positions = torch.full_like(inputs, NOT_TRAINED), torch.zeros_like(inputs)
@@ -237,7 +230,6 @@ def _problems(name: str) -> Iterator[Problem]:
 
 def _settings(name: str) -> JsonObject:
     """Read a task file; lm-eval's own tags (`!function`) count as strings."""
-    import yaml
 
     class Loader(yaml.SafeLoader):
         """Reads plain values alone."""

@@ -4,13 +4,15 @@ transformers' `generate` with its defaults switched off, so that only what is as
 effect. It ends at the ids that `generation_config.json` names, in a chat model the end of a turn.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from llmtrain.data.chat.chat import Chat
 from llmtrain.data.chat.rows import BadRowError, Message
@@ -23,11 +25,6 @@ from llmtrain.text import first_line
 from llmtrain.tools.use.load import LoadedModel, check_writes, open_model
 from llmtrain.tools.use.target import KEY, Target, find_target
 from llmtrain.types import JsonObject
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers.generation.streamers import BaseStreamer
 
 OnText = Callable[[str], object]  # gets the text as it is written
 # Gets a conversation, its tools and the name of what is wrong, in a message; returns ids.
@@ -243,8 +240,6 @@ def _write(
     opened: LoadedModel, prompt: str, ids: list[int], sampling: Sampling, turn: int, on_text: OnText
 ) -> Generated:
     """Let the model write after these ids. turn: number of the answer in a conversation."""
-    from transformers import TextStreamer
-
     limit = room_for(opened, ids, sampling, "PROMPT")
     streamer = TextStreamer(opened.tokenizer, skip_prompt=True, skip_special_tokens=True)
     streamer.on_finalized_text = lambda text, stream_end=False: on_text(text)
@@ -276,9 +271,6 @@ def complete(
     number: of the answer or batch, so that each draws other numbers
     streamer: of transformers, for a single row
     """
-    import torch
-    from transformers import GenerationConfig
-
     ends, drawn = _end_ids(opened), sampling.temperature > 0
     # Nothing about drawing for the likeliest token; top_k 0 = not limited.
     drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
@@ -307,8 +299,6 @@ def left_padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return rows of ids, padded on the left, and which of them are no padding: (B, T) int64."""
-    import torch
-
     longest = max(map(len, rows))
     inputs = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])

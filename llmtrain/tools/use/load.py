@@ -26,7 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from llmtrain.checkpoint import disk, format as form
 from llmtrain.config.schema import ModelConfig
@@ -54,10 +64,7 @@ from llmtrain.training.start.frozen import what_changed
 from llmtrain.types import JsonMapping, JsonObject, Spec, TensorSpec
 
 if TYPE_CHECKING:
-    import torch
     from peft import LoraConfig
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
 # lora_ga) change it when the adapter is made, so that its file is of no use without that change.
@@ -93,8 +100,6 @@ class Stored:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises RunError 74 if the disk does not answer."""
-        from safetensors import SafetensorError, safe_open
-
         path = self.directory / self.files[name]
         try:
             with safe_open(path, "pt") as file:
@@ -143,9 +148,6 @@ def write(directory: Path, spec: Spec, read: Callable[[str], Tensor]) -> None:
 
     Raises RunError 74 if the disk refuses.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     for file, part in spec.items():
         path = directory / file
         with needed_on_disk(path):
@@ -386,8 +388,6 @@ def open_model(
 
     Raises UserError for a model that cannot be loaded.
     """
-    import torch
-
     device = torch.device("cpu" if on_cpu() else "cuda")
     with as_argument():
         base = base_directory(target.directory) if target.is_adapter else target.directory
@@ -423,9 +423,6 @@ def _with_adapter(
     model: PreTrainedModel, target: Target, entries: int, precision: str
 ) -> PreTrainedModel:
     """Return the model with an adapter. entries: of the tokenizer. The others: as `open_model`."""
-    import torch
-    from transformers import GenerationConfig
-
     stored = model.get_input_embeddings().weight.shape[0]
     if (rows := rows_of(target, entries, stored)) > stored:
         grow(model, rows)

@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from llmtrain.config.schema import ModelConfig
 from llmtrain.distributed.engines.state import ADAPTER, persistent_buffers
 from llmtrain.errors import Problem, UserError
@@ -30,8 +34,6 @@ from llmtrain.types import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _FLOATS = ("F32", "BF16", "F16")
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items()}  # torch's → safetensors'
@@ -214,8 +216,6 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:
     """Cast a tensor of floating point numbers; return any other as it is."""
-    import torch
-
     wanted: torch.dtype = getattr(torch, DTYPES[dtype][1].removeprefix("torch."))
     return tensor.to(wanted) if tensor.is_floating_point() else tensor
 

@@ -7,8 +7,6 @@ of that step again:
     eval.safetensors ─► blocks ─► rank r takes the blocks g ≡ r (mod W) ─► sums of the W ranks
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,11 @@ from functools import reduce
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
 
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import PreferenceConfig
@@ -47,10 +49,6 @@ from llmtrain.training.start.planning import launch_kind
 from llmtrain.training.start.trials import bare_forward, find_hiding
 from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation, JsonMapping, MicroBatch, cut_of, rank_layout
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
 
 OnProgress = Callable[[int, int], object]  # done so far, of how many; 0 = not known
 Model = Callable[..., "torch.Tensor"]  # called as `LossModule.forward`
@@ -101,8 +99,6 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
 
     Raises UserError if the run held nothing out.
     """
-    from safetensors import SafetensorError
-
     manifest = run_dir / contents.MANIFEST
     try:
         held = heldout.load(run_dir / contents.HELDOUT)
@@ -143,8 +139,6 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) 
     Raises UserError for a model that cannot hide documents from each other where the run does, or
     that has another tokenizer, and for pairs without the run's reference of them.
     """
-    import torch
-
     _check_tokenizer(opened, measured)
     start, device, seq_len = time.perf_counter(), opened.device, measured.seq_len
     single = measured.packing == "single"
@@ -194,8 +188,6 @@ def _score_tokens(
     hidden: Hidden,
     on_progress: OnProgress,
 ) -> Evaluation:
-    import torch
-
     held, seq_len, single = measured.held, measured.seq_len, measured.packing == "single"
 
     def shown(labels: np.ndarray) -> int:
@@ -217,9 +209,6 @@ def _score_pairs(
     hidden: Hidden,
     on_progress: OnProgress,
 ) -> Evaluation:
-    import numpy as np
-    import torch
-
     held, seq_len, single = measured.held, measured.seq_len, measured.packing == "single"
     column = _reference(measured.run_dir) if asked.has_reference else None
     scored = []
@@ -274,8 +263,6 @@ def _loss(opened: LoadedModel, measured: HeldOutOfRun) -> LossModule:
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     """Let torch compute with this many threads, which decide how sums are rounded."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -12,8 +12,6 @@ one length; what a batch may be follows from that:
     alone      one row                 RWKV, whose state is mixed up in a batch (transformers 5.23)
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -22,7 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from transformers import GenerationConfig
 
 from llmtrain import system
 from llmtrain.data.chat.rows import BadRowError, Message, to_example
@@ -33,9 +34,6 @@ from llmtrain.text import first_line
 from llmtrain.tools.use import generate
 from llmtrain.tools.use.load import LoadedModel
 from llmtrain.types import JsonMapping, JsonObject
-
-if TYPE_CHECKING:
-    import torch
 
 Kind = Literal["padded", "equal", "alone"]
 
@@ -272,9 +270,6 @@ def _are_as_alone(opened: LoadedModel, rows: Sequence[Sequence[int]]) -> bool:
 
 def _logits(opened: LoadedModel, rows: Sequence[Sequence[int]], count: int) -> list[torch.Tensor]:
     """Return the logits of the first `count` new tokens of each row, (count, V) fp32."""
-    import torch
-    from transformers import GenerationConfig
-
     inputs, mask = generate.left_padded(rows, 0, opened.device)
     before = opened.model.generation_config  # has the end tokens, of which none ends this
     opened.model.generation_config = GenerationConfig(

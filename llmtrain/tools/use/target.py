@@ -18,15 +18,16 @@ here, too, and kept as ordinary numbers.
 To find weights needs no torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.checkpoint import candidates, format as form
 from llmtrain.config.load import load_config
@@ -42,11 +43,6 @@ from llmtrain.text import first_line
 from llmtrain.tools.checkpoints import CheckpointPath, place_of
 from llmtrain.training.start.frozen import kept_base, resolve_adapter, trained_tokens, what_changed
 from llmtrain.types import JsonMapping, JsonObject
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
-
 
 KEY = "MODEL_OR_RUN"
 _EXPECTED = "a run, a checkpoint, a model directory, or a model of the Hub"
@@ -213,7 +209,6 @@ def round_layers(model: PreTrainedModel, state: JsonMapping) -> None:
 
 def round_weight(weight: Tensor, state: JsonMapping) -> Tensor:
     """Return a weight in fp32, rounded as in the run of a checkpoint. state: as for `are_held`."""
-    import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     precision = ((state.get("auto") or {}).get("run") or {}).get("precision")
@@ -317,8 +312,6 @@ def attach_adapters(model: PreTrainedModel, base: Path, seen: Seen) -> None:
     They are without effect, since one matrix of each pair is zero; but a base in bf16 or in four
     bits computes other numbers. base: the model's directory
     """
-    import torch
-
     config, auto = seen.config, FrozenChoices(seen.run_dir, "")
     dtype = torch.bfloat16 if seen.precision == "bf16" else torch.float32
     asked = resolve_adapter(config, auto)

@@ -20,8 +20,6 @@ All that is frozen in `auto.json` are the fields of `rundir.status.FrozenChoices
 that must not change are in `config/binding.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.resources
 import json
@@ -31,10 +29,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from llmtrain.agreement import agreed, from_rank_zero
 from llmtrain.checkpoint import candidates, format as form, read
@@ -56,10 +55,6 @@ from llmtrain.rundir.status import FrozenChoices, read_status
 from llmtrain.training.guards import check_replicas
 from llmtrain.training.run import Processes
 from llmtrain.types import Compiled, Ranks, Spec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _log = logging.getLogger(__name__)
 

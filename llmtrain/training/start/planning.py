@@ -7,8 +7,6 @@ can communicate they compare their plans. `llmtrain plan` uses the same function
 machines. A run whose device has no memory left reports the plan, the peak, and one change.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -18,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedConfig
 
 from llmtrain.checkpoint import format as form
 from llmtrain.checkpoint.candidates import is_foreign
@@ -64,9 +62,6 @@ from llmtrain.training.run import Planned, Processes
 from llmtrain.training.start import frozen
 from llmtrain.training.start.small_trials import stage_problems
 from llmtrain.types import WHOLE, ModelCut, ModelShape, Saved
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _log = logging.getLogger(__name__)
 

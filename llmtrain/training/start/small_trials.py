@@ -7,16 +7,14 @@ small random model of the same config is tried: the same on every machine. The s
 loaded model again, for what may depend on its weights.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.agreement import agreed
 from llmtrain.distributed.engines import pipeline, sequence
@@ -33,9 +31,6 @@ from llmtrain.model.tensor import KEY, cut_model
 from llmtrain.text import first_few, first_line
 from llmtrain.training.start import trials
 from llmtrain.types import Cut, ModelCut
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _log = logging.getLogger(__name__)
 

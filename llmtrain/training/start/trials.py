@@ -14,19 +14,18 @@ step in another order than an uninterrupted run, and with three or more processe
 would differ. Also, a lack of memory is noticed before the first step.
 """
 
-from __future__ import annotations
-
 import collections
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from llmtrain import system
 from llmtrain.agreement import agreed
@@ -57,10 +56,6 @@ from llmtrain.text import first_line
 from llmtrain.training.pairs import in_halves, pair_tensors
 from llmtrain.training.step import target_keywords
 from llmtrain.types import NOT_TRAINED, MicroBatch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ is it correct to find no checkpoint. If the record names one and none is left, t
 since it would silently train the same steps again.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
@@ -25,10 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from llmtrain import system
 from llmtrain.agreement import agreed, from_rank_zero, on_rank_zero
@@ -58,9 +58,6 @@ from llmtrain.training.run import ModelSide, Processes
 from llmtrain.training.start import frozen, small_trials, trials
 from llmtrain.training.start.claim import ClaimedRun, asked_resume
 from llmtrain.types import Compiled
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _log = logging.getLogger(__name__)
 
@@ -171,9 +168,6 @@ def _keep_generation(built: Built, resume_point: ResumePoint | None) -> None:
 
     A model that is made from its config alone has none of its end tokens.
     """
-    from transformers import GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME
-
     saved = resume_point.path / GENERATION_CONFIG_NAME if resume_point else None
     if saved is not None and saved.is_file():
         built.model.generation_config = GenerationConfig.from_pretrained(saved.parent)
