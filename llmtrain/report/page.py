@@ -15,8 +15,6 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from markupsafe import Markup, escape
-
 from llmtrain import text
 from llmtrain.report import verdict
 from llmtrain.report.collect import Curve, Line, Points, Tables, collect, column, joined, thin
@@ -62,6 +60,8 @@ def write(page: str, path: Path) -> Path:
 
 def render(tables: Tables) -> str:
     """Render the page of a run."""
+    from markupsafe import Markup
+
     whole = {one.name: Markup(draw(one)) for one in figures(tables)}
     best = verdict.best_checkpoint(tables)
     by_prompt: dict[str, list[Line]] = {}
@@ -96,6 +96,8 @@ def render(tables: Tables) -> str:
 
 def inline(tables: Tables) -> str:
     """Return the verdict and the loss figure as HTML for a notebook: one element, no script."""
+    from markupsafe import escape
+
     loss = "".join(draw(one) for one in figures(tables) if one.name == "loss")
     head = f'<p class="verdict">{escape(verdict.sentence(tables))}</p>'
     style = _text("style.css").replace(":root", ":scope")
@@ -108,6 +110,7 @@ def inline(tables: Tables) -> str:
 def fill(template: str, *, title: str, scripted: bool, **values: object) -> str:
     """Fill a template of this folder with values, styles and, if it is wanted, the script."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -370,7 +370,7 @@ def drop_unneeded(text: str) -> str:
     nodes, lines = ast.parse(text).body, text.splitlines()
     defined = {name: node for node in nodes for name in defined_names(node)}
     needed, pending = {nodes[-1]}, [nodes[-1]]
-    used = {"annotations"}  # from __future__
+    used: set[str] = set()
     while pending:
         used |= {one.id for one in ast.walk(pending.pop()) if isinstance(one, ast.Name)}
         pending += (new := {defined[name] for name in used & defined.keys()} - needed)

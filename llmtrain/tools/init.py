@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-import yaml
-
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import Answers, Config, ModelConfig, SourceConfig
 from llmtrain.data.chat.rows import PreferenceDataError, answers_of
@@ -111,6 +109,8 @@ def write_config(
 
     Raises UserError for data, a base or a file that cannot be used; then nothing is written.
     """
+    import yaml
+
     path = out or Path(f"{_name(data[0])}.yaml")
     refuse_existing(path)
     _refuse_inside(data, path)
@@ -445,6 +445,8 @@ def _text(tree: JsonMapping, comments: Comments, path: Path, inspection: Inspect
 
 def _flow(value: object) -> str:
     """Return a value as YAML on one line."""
+    import yaml
+
     if isinstance(value, float):
         return f"{value:g}" if value >= 1e-3 or not value else f"{value:.1e}"
     return (

@@ -63,7 +63,7 @@ def machines(tmp_path, monkeypatch):
 
     def make(*meetings, counts=(1, 2), max_restarts=2):
         torchs = Torchs(*meetings)
-        monkeypatch.setattr(elastic, "create_handler", lambda *_: torchs)
+        monkeypatch.setattr(elastic.dynamic, "create_handler", lambda *_: torchs)
         run_dir, folder = tmp_path / "run", tmp_path / "meeting"
         (run_dir / "logs").mkdir(parents=True)
         folder.mkdir()
