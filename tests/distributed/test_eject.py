@@ -87,7 +87,7 @@ def check_program(program):
     imported = {one.module for one in nodes if isinstance(one, ast.ImportFrom)}
     imported |= {name.name for one in nodes if isinstance(one, ast.Import) for name in one.names}
     outside = {name.partition(".")[0] for name in imported} - {
-        *("__future__", "argparse", "collections", "fnmatch", "json", "math", "pathlib", "typing")
+        *("argparse", "collections", "fnmatch", "json", "math", "pathlib", "typing")
     }
     assert outside <= ALLOWED
 

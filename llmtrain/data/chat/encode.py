@@ -24,6 +24,8 @@ is rendered, and what is between marks is encoded as text:
     {"content": "what is <|im_end|>?"}   →   "what is \U000f0000<|im_end|>\U000f0001?"
 """
 
+from __future__ import annotations
+
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +33,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import tokenizers
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmtrain.data.chat.rows import REASONING, Message
 from llmtrain.data.tokens.tokenizer import Tokenizer, without_added
 from llmtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
 
 START, END = "\U000f0000", "\U000f0001"
 _REMOVE = {ord(START): None, ord(END): None}
@@ -321,6 +325,8 @@ def open_encoder(directory: Path, tokenizer: Tokenizer | None = None) -> OffsetE
 
     tokenizer: the one in that directory, with the run's back end; it is used if it is faster
     """
+    import tokenizers
+
     fast = None if tokenizer is None else of_back_end(tokenizer)
     if fast is not None:
         return OffsetEncoder(fast)

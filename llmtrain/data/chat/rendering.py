@@ -532,7 +532,7 @@ def _names(body: Iterable[nodes.Node]) -> tuple[set[str], set[str]]:
 
 
 class _Look(NodeTransformer):
-    """Has it noted which items of these names the rounds of a loop take."""
+    """Rewrites a loop, so that what its rounds take of these names, item by item, is noted."""
 
     def __init__(self, names: set[str]) -> None:
         self._names = names

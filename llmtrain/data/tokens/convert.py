@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import tokenizers
 
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     import tiktoken
+    import tokenizers
 
 
 Description = JsonObject  # the content of a tokenizer.json
@@ -175,6 +175,8 @@ def byte_symbols() -> dict[str, int]:
 def shell(description: Description, *parts: str, **others: object) -> tokenizers.Tokenizer:
     """Return a tokenizer without entries that has these parts of a description, and `others`."""
     import json
+
+    import tokenizers
 
     named = {"normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None}
     empty = {

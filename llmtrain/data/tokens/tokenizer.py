@@ -16,6 +16,8 @@ into words before merging. `<|endoftext|>` has id 0 and is the only special toke
 give the same files, with any number of threads.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib.util
 import json
@@ -26,15 +28,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import tokenizers
 import xxhash
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from llmtrain.data.tokens import convert
 from llmtrain.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
 
 Backend = Literal["tokenizers", "tiktoken"]
 
@@ -242,6 +246,8 @@ def _convert(description: convert.Description, place: str) -> TokenizerBackend:
 
 
 def _reference(description: convert.Description, content: str) -> Reference:
+    import tokenizers
+
     full = tokenizers.Tokenizer.from_str(content)
     # Later parts of a text: they put nothing in front.
     steps_of_rest = {
@@ -307,6 +313,8 @@ def token_text(token: object) -> str | None:
 
 
 def _added_token(described: convert.Description) -> tokenizers.AddedToken:
+    from tokenizers import AddedToken
+
     options = {k: v for k, v in described.items() if k not in ("id", "content")}
     return AddedToken(described["content"], **options)
 
@@ -362,6 +370,8 @@ def _failure(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
 
 def _candidate(directory: Path) -> Tokenizer | str:
     """Return the tokenizer with tiktoken, or the reason why it cannot be used."""
+    import tokenizers
+
     if importlib.util.find_spec("tiktoken") is None:
         return "tiktoken is not installed"
     content, description = describe(directory)
@@ -392,7 +402,9 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
     asked = f"{{train: {entries}}}"
     if entries < SMALLEST:
         raise UserError(Problem("model.tokenizer", asked, f"at least {SMALLEST} entries"))
-    tokenizer = tokenizers.Tokenizer(models.BPE())
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -25,9 +25,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from types import FrameType
-from typing import IO
-
-import psutil
+from typing import IO, TYPE_CHECKING
 
 from llmtrain import system
 from llmtrain.errors import RESTARTABLE, UserError
@@ -37,6 +35,9 @@ from llmtrain.rundir.failures import Mark, new_since
 from llmtrain.rundir.status import read_status
 from llmtrain.training.stop import LAUNCHED, SUPERVISOR
 from llmtrain.types import JsonMapping
+
+if TYPE_CHECKING:
+    import psutil
 
 _LOOK_SECONDS = 0.1
 
@@ -123,6 +124,8 @@ def run_child(
 
     Raises OSError if the command cannot be started.
     """
+    import psutil
+
     status, before, marks = _identity(run_dir), read_status(run_dir), failures.versions(run_dir)
     others = {one.pid for one in psutil.Process().children()}
     # In a session of its own, so that Ctrl-C reaches the child only once, through this process, and
@@ -244,6 +247,8 @@ def living_children(others: Container[int]) -> list[psutil.Process]:
 
     Orphans that this process has adopted are among them.
     """
+    import psutil
+
     children = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):  # it has ended since

@@ -16,6 +16,8 @@ The config and the run directory are found in the command, and its secrets are h
                                                             └ config └ override
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -25,8 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint import format as form
 from llmtrain.config.secrets import HIDDEN, hider, is_secret, is_secret_name
@@ -42,6 +43,10 @@ from llmtrain.tools.launch.child import (
     wait_until,
 )
 from llmtrain.training.stop import GRACE, RESTARTS, SUPERVISOR
+
+if TYPE_CHECKING:
+    import psutil
+
 
 _CONFIGS_OF_LAUNCHERS = ("--config_file", "--config-file", "--accelerate")
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
@@ -332,6 +337,7 @@ def _wait_for_ranks(run_dir: Path, leave: float, log: Log, others: set[int]) -> 
 
     Ranks whose launcher is gone are children of this process. others: children from before.
     """
+    import psutil
 
     def gone() -> bool:
         return not _ranks(run_dir, others) and not is_held(run_dir)
@@ -350,6 +356,8 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
 
     The holder counts because a run of one process has no RANK in its environment.
     """
+    import psutil
+
     holder = read(run_dir / contents.LOCK)
     locker = holder.pid if holder is not None and lives_here(holder) else None
     ranks = []
@@ -361,6 +369,8 @@ def _ranks(run_dir: Path, others: set[int]) -> list[psutil.Process]:
 
 
 def _has_rank(process: psutil.Process) -> bool:
+    import psutil
+
     with contextlib.suppress(psutil.Error):  # it has ended since, or is somebody else's
         return "RANK" in process.environ()
     return False

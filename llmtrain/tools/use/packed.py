@@ -51,8 +51,8 @@ from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation, JsonMapping, MicroBatch, cut_of, rank_layout
 
 OnProgress = Callable[[int, int], object]  # done so far, of how many; 0 = not known
-Model = Callable[..., "torch.Tensor"]  # called as `LossModule.forward`
-Hidden = Callable[["np.ndarray", Sequence["np.ndarray"]], MicroBatch]  # as `score_blocks` takes it
+Model = Callable[..., torch.Tensor]  # called as `LossModule.forward`
+Hidden = Callable[[np.ndarray, Sequence[np.ndarray]], MicroBatch]  # as `score_blocks` takes it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ These are the steps of a start, made by the same functions. So the figures of RU
 those of RUN's evaluation before its first step. With `adapter.kind: qlora` a run holds its weights
 rounded to four bits, and its adapter corrects these, not those in the files. So they are rounded
 here, too, and kept as ordinary numbers.
-
-To find weights needs no torch.
 """
 
 import importlib.util

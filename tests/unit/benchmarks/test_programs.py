@@ -21,7 +21,7 @@ SMALLEST: dict[str, list[str]] = {
     "deaths": [],
     "data": [*TEXTS, "--only", "order"],
     "defaults": TEXTS,
-    "finetune": ["--only", "step", "shards"],
+    "finetune": ["--only", "step", "shards", "export"],
     "gpu": ["--only", "sync"],
     "head": [],
     "loop": ["--only", "steps"],

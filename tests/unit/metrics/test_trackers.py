@@ -138,7 +138,7 @@ def test_a_tracker_that_never_answers_is_waited_for_once(tmp_path, fake, events,
     run = opened(tmp_path, events, names=("wandb", "mlflow", "trackio"))
     for step in range(1, 301):
         run.log("train", step, {"loss": 1.0})
-    assert 0.3 <= time.monotonic() - begun < 20
+    assert 0.3 <= time.monotonic() - begun < 6
     assert [detail for event, detail in events if event == "tracker_failed"] == [
         {"tracker": name, "error": "TimeoutError: no answer in 0.3 s"}
         for name in ("wandb", "mlflow", "trackio")
