@@ -322,12 +322,10 @@ class Units:
             yield start, data.removeprefix(lines.BOM)
             return
         if unit.group == ELEMENTS:
-            whole = io.BytesIO(data)
-            yield from (
-                array_elements(whole.read, where)
-                if compression
-                else elements_of(data, start, where)
-            )
+            if compression:
+                yield from array_elements(io.BytesIO(data).read, where)
+            else:
+                yield from elements_of(data, start, where)
             return
         if kind == "csv":
             header = self.header(source, unit.file)
