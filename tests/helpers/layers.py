@@ -49,7 +49,9 @@ TOP_LEVEL: dict[str, set[str]] = {
     "tools.launch.elastic": {"torch"},
     "tools.launch.child": {"psutil"},
     "tools.launch.supervise": {"psutil"},
-    "tools.use": {"torch", "numpy", "transformers", "safetensors", "pydantic", "yaml"},
+    "tools.use": {
+        *("torch", "numpy", "transformers", "huggingface_hub", "safetensors", "pydantic", "yaml"),
+    },
     "tools.train_one": {"torch", "transformers", "safetensors"},
     "cli": {"typer"},
 }
