@@ -51,10 +51,8 @@ class BatchSize:
 
     def steps(self, blocks: float) -> float:
         """Return how many steps have these blocks, a part of a step among them."""
-        for (first, size), (end, _) in zip(self.sizes, self.sizes[1:], strict=False):
-            if blocks < self.until(end - 1):
-                return first - 1 + (blocks - self.until(first - 1)) / size
-        first, size = self.sizes[-1]
+        begun = (one for one in reversed(self.sizes) if blocks >= self.until(one[0] - 1))
+        first, size = next(begun, self.sizes[0])
         return first - 1 + (blocks - self.until(first - 1)) / size
 
     def later(self, step: int) -> str:

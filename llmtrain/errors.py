@@ -136,11 +136,9 @@ def needed_on_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}",
-            DISK_FAILED,
-            "make room or repair the disk, then give the same command again",
-        ) from error
+        message = f"cannot write {path}: {error.strerror or error}"
+        remedy = "make room or repair the disk, then give the same command again"
+        raise RunError(message, DISK_FAILED, remedy) from error
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Thread
@@ -131,14 +131,14 @@ _ASKED = "__num_cpu_threads_per_process"  # an option of `accelerate launch`, - 
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
-    """How many processors this process may use, and what limits them."""
+class CpuCount:
+    """How many processors a process may use, or threads it computes with, and what decides it."""
 
     count: int
     why: str
 
 
-def cores(root: Path = Path("/")) -> Cores:
+def cores(root: Path = Path("/")) -> CpuCount:
     """Return how many processors this process may use.
 
     A container's CPU quota counts: threads beyond it would be stopped in turns, and those that wait
@@ -163,7 +163,7 @@ def cores(root: Path = Path("/")) -> Cores:
     if quota is not None and quota < count:
         count = max(1, int(quota))
         why = f"{count} of {all_of_them}, as their control group may use {quota:g}"
-    return Cores(count, why)
+    return CpuCount(count, why)
 
 
 def _cpu_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:
@@ -208,17 +208,9 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """How many threads a process computes with, and why."""
-
-    count: int
-    why: str
-
-
 def decide_threads(
     asked: int | str, begun: int | None, env: Mapping[str, str], *, same_bits: bool = False
-) -> Threads:
+) -> CpuCount:
     """Return the threads of a process of a run.
 
     asked: as `training.threads`
@@ -228,17 +220,17 @@ def decide_threads(
         torch's LayerNorm adds up the gradient of its weights in as many parts.
     """
     if isinstance(asked, int):
-        return Threads(asked, "training.threads")
+        return CpuCount(asked, "training.threads")
     if same_bits:
-        return Threads(1, "training.same_bits")
+        return CpuCount(1, "training.same_bits")
     setting = env.get(_THREADS, "").split(",")[0].strip()  # "4,2" is for nested regions
     if setting.isdecimal() and int(setting) > 0 and set_by_user(env):
-        return Threads(int(setting), _THREADS)
+        return CpuCount(int(setting), _THREADS)
     if begun is not None:
-        return Threads(begun, "as launches of this kind began")
+        return CpuCount(begun, "as launches of this kind began")
     here, usable = int(env.get("LOCAL_WORLD_SIZE", "1")), cores()
     why = usable.why if here == 1 else f"1/{here} of {usable.why}"
-    return Threads(max(1, usable.count // here), why)
+    return CpuCount(max(1, usable.count // here), why)
 
 
 def set_by_user(env: Mapping[str, str]) -> bool:
@@ -263,13 +255,10 @@ def ancestors() -> Iterator[tuple[Mapping[str, str], Sequence[str]]]:
     """
     import psutil
 
-    try:
-        process = psutil.Process().parent()
-        while process is not None:
+    with suppress(psutil.Error, OSError):
+        process: psutil.Process | None = psutil.Process()
+        while process and (process := process.parent()):
             yield process.environ(), process.cmdline()
-            process = process.parent()
-    except (psutil.Error, OSError):
-        return
 
 
 def set_variables_of_torch(env: MutableMapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -80,8 +81,6 @@ def _values_of(name: str) -> JsonMapping:
 
     name: a config file, or a run directory; the length of a run is that which was trained
     """
-    import os
-
     from llmtrain.config import secrets
     from llmtrain.config.binding import bind
     from llmtrain.config.load import load_config
@@ -103,8 +102,6 @@ def _side(values: JsonMapping, key: str) -> str:
 
 def _values(config: Config, *, experts: bool) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Yield (key, (value, origin)) in the order of the schema, without secrets."""
-    import os
-
     from llmtrain.config import secrets
     from llmtrain.config.keys import all_keys
 

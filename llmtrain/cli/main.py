@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from llmtrain.cli import checkpoints, config, data, options, use
-from llmtrain.errors import NOT_ON_WINDOWS, UserError
+from llmtrain.errors import NOT_ON_WINDOWS, Problem, UserError
 
 if TYPE_CHECKING:
     from llmtrain.tools.launch.child import Ended
@@ -107,9 +107,7 @@ def init(
 
     With DATA it fits these rows, BASE and this machine; with --recipe it is one of the package's.
     """
-    from llmtrain.cli.config import write
-
-    write(data or [], base, recipe, out)
+    config.write(data or [], base, recipe, out)
 
 
 @app.command(rich_help_panel="Start", help="is this machine ready for this config?")
@@ -268,7 +266,6 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a run, or compare several, and print the path of the page."""
-    from llmtrain.errors import Problem
     from llmtrain.report.compare import write_comparison
     from llmtrain.report.page import write_report
 

@@ -131,19 +131,16 @@ def cost_lines(cost: Cost | None) -> Iterator[str]:
     if cost is None:
         return
     if cost.hours is None or cost.steps is None:
-        yield from labelled(
-            "cost", f"not known at EUR {cost.hourly:,.2f} an hour; it needs {cost.needs}"
-        )
+        unknown = f"not known at EUR {cost.hourly:,.2f} an hour; it needs {cost.needs}"
+        yield from labelled("cost", unknown)
     else:
         made = f", {cost.done:,} of which are made" if cost.done else ""
         takes = f"EUR {cost.hours * cost.hourly:,.2f} for {duration(cost.hours * 3600)}"
-        yield from labelled(
-            "cost", f"{takes} up to step {cost.steps:,}{made}; EUR {cost.hourly:,.2f} an hour"
-        )
+        rate = f"EUR {cost.hourly:,.2f} an hour"
+        yield from labelled("cost", f"{takes} up to step {cost.steps:,}{made}; {rate}")
         how = f"measured on these devices over {cost.measured:,} steps"
-        yield from labelled(
-            "", f"speed {how if cost.speed == 'measured' else 'computed, not measured'}"
-        )
+        how = how if cost.speed == "measured" else "computed, not measured"
+        yield from labelled("", f"speed {how}")
         for count, seconds, what in (
             (cost.evaluations, cost.evaluation_seconds, "evaluations"),
             (cost.saves, cost.save_seconds, "saves"),
@@ -158,9 +155,8 @@ def cost_lines(cost: Cost | None) -> Iterator[str]:
         restart = f"and a start of {duration(cost.restart)}"
     price = f"EUR {cost.lost_hours * cost.hourly:,.2f}, {duration(cost.lost_hours * 3600)}"
     half = f"half of the {duration(cost.interval)} between two checkpoints"
-    yield from labelled(
-        "lost", f"{price} of all devices for each machine that dies: {half}, {restart}"
-    )
+    lost = f"{price} of all devices for each machine that dies: {half}, {restart}"
+    yield from labelled("lost", lost)
 
 
 def _memory(plan: Plan) -> Iterator[str]:

@@ -21,9 +21,10 @@ from llmtrain.config import secrets
 from llmtrain.errors import DISK_FAILED, PeerError, Problem, RunError, UserError, explained
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, column
+from llmtrain.rundir import contents, failures
 from llmtrain.text import count, duration, first_line, fit, fixed, harmless, percent, short
 from llmtrain.tools.launch.child import repeat_after_launcher, write_exit_report
-from llmtrain.training.stop import is_awaited
+from llmtrain.training.stop import install, is_awaited
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -39,9 +40,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         import llmtrain
         from llmtrain.config.binding import bind
         from llmtrain.config.load import load_config
-        from llmtrain.rundir import contents, failures
         from llmtrain.training.start import claim
-        from llmtrain.training.stop import install
 
         install()  # until the exit, also while the report is written, when the run has ended
         try:
@@ -81,8 +80,6 @@ def _mark(run_dir: Path, digest: str, error: Exception) -> None:
 
     Rank 0 writes none here: the run directory may be in use by another process.
     """
-    from llmtrain.rundir import failures
-
     if _rank() and not failures.has(run_dir, _rank()):
         failures.leave(run_dir, _rank(), error, digest)
 

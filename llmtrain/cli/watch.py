@@ -68,15 +68,9 @@ def _live(watcher: Watcher) -> None:
 
 def frame(view: View, width: int, height: int) -> list[str]:
     """Return the lines of the screen: at most `height`, none wider than `width` cells."""
-    where = " · ".join(
-        part
-        for part in (
-            strategy_in_words(view.to_json()) if view.strategy else None,
-            plural(view.world_size, "process", "processes") if view.world_size else None,
-            view.device,
-        )
-        if part
-    )
+    strategy = strategy_in_words(view.to_json()) if view.strategy else None
+    size = plural(view.world_size, "process", "processes") if view.world_size else None
+    where = " · ".join(filter(None, (strategy, size, view.device)))
     state = f"{view.state}   {where}".rstrip()
     name = fit(harmless(view.name), max(_NAME, width - 4 - columns(state)))
     lines = [f"{name}   {state}"]

@@ -17,14 +17,12 @@ import pyarrow as pa
 from llmtrain import system
 from llmtrain.data.chat.rows import columns_of_form, needed_columns, refused_columns
 from llmtrain.data.documents import lines
-from llmtrain.data.documents.lines import ranges
 from llmtrain.data.documents.reader import Reader
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.documents.units import is_text
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.sources import token_cache as token_cache
 from llmtrain.data.sources.local import FORMATS, TABLES, bounded, file_format, is_index
-from llmtrain.data.sources.token_cache import check_tokens, open_tokens
 from llmtrain.errors import RESTARTABLE, Problem, RunError, UserError, raise_any
 from llmtrain.text import first_few, first_line, harmless
 
@@ -103,8 +101,8 @@ def _look_into(source: Source, file: int, key: str, reader: Reader) -> FileLook 
         if source.cached:
             if not is_index(source.files[file].name):
                 return FileLook([], None)  # the tokens, which the index beside them describes
-            tokens = open_tokens(Path(source.where(file)))
-            check_tokens(tokens)
+            tokens = token_cache.open_tokens(Path(source.where(file)))
+            token_cache.check_tokens(tokens)
             units = _in_steps(file, 0, tokens.documents, DOCUMENTS_PER_UNIT)
             return FileLook([FilePart(unit, 0) for unit in units], None)
         if reader.skips_file(source, file) or (size == 0 and kind not in TABLES):
@@ -137,9 +135,8 @@ def _look_into_table(source: Source, file: int, key: str, reader: Reader) -> Fil
     schema = _schema(source, file, key, reader)
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
-        return Problem(
-            f"{key}.path", where, f"columns with names that differ, not {twice[0]} twice"
-        )
+        expected = f"columns with names that differ, not {twice[0]} twice"
+        return Problem(f"{key}.path", where, expected)
     if source.form is not None:
         if problem := _other_form(source, key, where, schema.names):
             return problem
@@ -221,7 +218,7 @@ def _look_into_rows(source: Source, file: int, key: str, reader: Reader) -> File
         if compression:
             return FileLook([FilePart(Unit(file, group, 0, size), size)], keys)
         if kind == "csv" or group == ELEMENTS:
-            spans = ranges(reader.units.rows_at(source, file), _range_bytes(source))
+            spans = lines.ranges(reader.units.rows_at(source, file), _range_bytes(source))
             return FileLook([FilePart(Unit(file, group, a, b), b - a) for a, b in spans], keys)
     return FileLook(_line_ranges(source, file), keys)
 

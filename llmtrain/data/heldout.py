@@ -248,11 +248,8 @@ def _add_conversations(
                     _pad(laid, seq_len // 2 - laid.end % seq_len, pad)
                 assert one.trained is not None, "conversations have masks"
                 places += [laid.end, laid.end + end - begin]
-                laid.add(
-                    one.unit,
-                    one.ids[begin:end],
-                    np.concatenate(([False], one.trained[begin + 1 : end])),
-                )
+                scored = np.concatenate(([False], one.trained[begin + 1 : end]))
+                laid.add(one.unit, one.ids[begin:end], scored)
             if one.second:
                 laid.pairs.append((*places, one.desirable, one.unit))
         _pad(laid, -laid.end % seq_len, pad)

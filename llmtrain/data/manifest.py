@@ -348,14 +348,9 @@ def load(path: Path, configured: Sequence[SourceConfig]) -> DataManifest:
     """
     stored = glance(path)
     if len(stored["sources"]) != len(configured):
-        raise UserError(
-            Problem(
-                "data.sources",
-                f"{len(configured)} sources",
-                f"the {len(stored['sources'])} sources that the run began with",
-                f"take the sources of the run's config.yaml, or {way_out('data.sources')}",
-            )
-        )
+        expected = f"the {len(stored['sources'])} sources that the run began with"
+        remedy = f"take the sources of the run's config.yaml, or {way_out('data.sources')}"
+        raise UserError(Problem("data.sources", f"{len(configured)} sources", expected, remedy))
     sources = []
     for index, (entry, now) in enumerate(zip(stored["sources"], configured, strict=True)):
         root = entry["root"] if entry["remote"] else local.locate(now, f"data.sources.{index}.path")

@@ -33,16 +33,35 @@ from llmtrain.data.chat.rows import (
 )
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
-from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts, load
+from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts
 from llmtrain.data.sources.fetch import Stopping
 from llmtrain.data.sources.hub import resolve
-from llmtrain.data.sources.local import bounded, edges_digest, labels
+from llmtrain.data.sources.local import Resolved, bounded, edges_digest, labels
 from llmtrain.data.sources.token_cache import check_tokenizer
 from llmtrain.data.tokens.encode import DocumentEncoder, differing_chat
 from llmtrain.data.tokens.tokenizer import Tokenizer
 from llmtrain.errors import Problem, UserError, raise_any
 from llmtrain.hashing import mix
 from llmtrain.text import harmless
+
+
+def as_source(configured: SourceConfig, resolved: Resolved, label: str) -> Source:
+    """Return a source into whose files nobody has looked: without form, id column and units."""
+    return Source(
+        label=label,
+        path=configured.path,
+        root=resolved.root,
+        remote=resolved.remote,
+        revision=resolved.revision,
+        files=resolved.files,
+        text_column=configured.text_column,
+        id_column=None,
+        weight=configured.weight,
+        max_epochs=configured.max_epochs,
+        units=(),
+        columns=configured.columns,
+        whole_files=configured.document == "file",
+    )
 
 
 def with_form(source: Source, key: str, reader: Reader, answers: Answers | None = None) -> Source:
@@ -140,8 +159,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 BYTES_A_TOKEN = 4  # of conversations, about
 _Named = tuple[SourceConfig, str, str]  # a source, its label and its key
-
-__all__ = ["DataManifest", "Survey", "check", "freeze", "load", "survey", "training_texts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,9 +350,8 @@ def check(manifest: DataManifest, settings: DataSettings, encoder: DocumentEncod
     if manifest.answers != settings.preference.answers:
         was = {"pairs": "dpo, or another loss of pairs", "feedback": "kto", None: "none"}
         expected = f"{was[manifest.answers]}, as the run's data was read for"
-        problems.append(
-            Problem("preference.loss", settings.preference.loss, expected, "another run.dir")
-        )
+        loss = settings.preference.loss
+        problems.append(Problem("preference.loss", loss, expected, "another run.dir"))
     problems += [*differing_tokenizer(manifest, encoder), *changed_files(manifest)]
     raise_any(problems)
 
@@ -448,21 +464,7 @@ def _draft(
     """Return a source without its units, and the parts from which they are cut."""
     reading = reader.reading
     resolved = resolve(configured, f"{key}.path", reading.cache_bytes > 0, reading.stop)
-    source = Source(
-        label=label,
-        path=configured.path,
-        root=resolved.root,
-        remote=resolved.remote,
-        revision=resolved.revision,
-        files=resolved.files,
-        text_column=configured.text_column,
-        id_column=None,
-        weight=configured.weight,
-        max_epochs=configured.max_epochs,
-        units=(),
-        columns=configured.columns,
-        whole_files=configured.document == "file",
-    )
+    source = as_source(configured, resolved, label)
     asks_text = "text_column" in configured.model_fields_set
     if asks_text and configured.columns:
         expected = "left out beside text_column: they name the columns of conversations"
@@ -479,9 +481,8 @@ def _draft(
     name = configured.id_column
     present = all(name in names for names in columns)
     if not present and "id_column" in configured.model_fields_set:
-        raise UserError(
-            file_parts.missing_column(f"{key}.id_column", name, configured.path, columns[0])
-        )
+        where = configured.path
+        raise UserError(file_parts.missing_column(f"{key}.id_column", name, where, columns[0]))
     return replace(source, id_column=name if present else None), parts
 
 

@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config import secrets, yaml12
-from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.goodput import (
-    Restart,
-    StepSums,
-    Stretch,
-    changes,
-    stretches,
-    without_idle_starts,
-)
+from llmtrain.rundir import contents, goodput, record, status
 from llmtrain.rundir.record import as_number, is_of_all, require_record
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -67,10 +59,10 @@ class Tables:
     samples: tuple[Line, ...]
     checkpoints: tuple[Line, ...]
     events: tuple[Line, ...]
-    sums: StepSums
+    sums: goodput.StepSums
     redone: tuple[tuple[int, int], ...]
-    stretches: tuple[Stretch, ...]
-    changes: tuple[Restart, ...]
+    stretches: tuple[goodput.Stretch, ...]
+    changes: tuple[goodput.Restart, ...]
     unread: int
     settings: Mapping[str, object]
     chat: bool
@@ -161,9 +153,9 @@ def collect(run_dir: Path) -> Tables:
     (lines, unread), text = record.short_record(run_dir), run_dir / contents.CONFIG
     config = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     config = secrets.hider(os.environ)(config)
-    history, starts = final_history(lines), _of("start", without_idle_starts(lines))
+    history, starts = final_history(lines), _of("start", goodput.without_idle_starts(lines))
     chat = _json(run_dir / contents.MANIFEST).get("chat")
-    sums = StepSums()
+    sums = goodput.StepSums()
     for line in history:
         if line["kind"] in ("start", "train"):
             sums.add(line)
@@ -189,8 +181,8 @@ def collect(run_dir: Path) -> Tables:
         ),
         sums=sums,
         redone=tuple(_redone(lines)),
-        stretches=tuple(stretches(lines)),
-        changes=tuple(changes(without_idle_starts(lines))),
+        stretches=tuple(goodput.stretches(lines)),
+        changes=tuple(goodput.changes(goodput.without_idle_starts(lines))),
         unread=unread,
         settings=with_length(_settings(config), starts),
         chat=isinstance(chat, dict) and bool(chat.get("template")),

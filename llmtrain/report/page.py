@@ -20,7 +20,6 @@ from llmtrain.report import verdict
 from llmtrain.report.collect import Curve, Line, Points, Tables, collect, column, joined, thin
 from llmtrain.report.svg import Figure, Series, draw, draw_band, shares, smooth
 from llmtrain.rundir import contents
-from llmtrain.rundir.contents import write_output
 from llmtrain.rundir.words import in_words, strategy_in_words
 from llmtrain.types import JsonMapping
 
@@ -54,7 +53,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def write(page: str, path: Path) -> Path:
     """Write a page, or raise UserError that names the file."""
-    write_output("--out", path, page.encode(errors="replace"))
+    contents.write_output("--out", path, page.encode(errors="replace"))
     return path
 
 

@@ -11,7 +11,6 @@ from llmtrain.errors import Problem, UserError
 from llmtrain.report import verdict
 from llmtrain.report.collect import Tables, collect, final_history
 from llmtrain.rundir import contents, record, status
-from llmtrain.rundir.record import Tail
 from llmtrain.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -59,10 +58,9 @@ class Run:
 
         None without any, as when no held-out loss is finite.
         """
-        checkpoint = verdict.best_checkpoint(self._tables())
-        return (
-            self.directory / contents.CHECKPOINTS / str(checkpoint["name"]) if checkpoint else None
-        )
+        if (checkpoint := verdict.best_checkpoint(self._tables())) is None:
+            return None
+        return self.directory / contents.CHECKPOINTS / str(checkpoint["name"])
 
     def metrics(self, kind: str) -> list[JsonObject]:
         """Return the lines of a kind (`train`, `eval`, …) of the final history, by step."""
@@ -74,7 +72,7 @@ class Run:
 
         It ends with an `end` line; of a run that was killed, no line comes any more.
         """
-        tail, over = Tail(self.directory), False
+        tail, over = record.Tail(self.directory), False
         while not over:
             lines, _ = tail.lines()
             for line in lines:

@@ -158,9 +158,8 @@ def _state(tables: Tables) -> str:
         "failed": f"Failed at {where} with exit code {known.get('exit_code')}{reason}.",
         "running": f"Running, or ended without a word; the last line is of {where}.",
     }
-    return sentences.get(
-        str(known.get("state")), f"There is no status; the last line is of {where}."
-    )
+    without = f"There is no status; the last line is of {where}."
+    return sentences.get(str(known.get("state")), without)
 
 
 def _learned(tables: Tables) -> str:
@@ -280,9 +279,8 @@ def _interruptions(tables: Tables) -> Check:
 
 def skipped_steps(tables: Tables) -> tuple[int, ...]:
     """Return the steps whose update was skipped."""
-    return tuple(
-        sorted({one["step"] for one in tables.events if one.get("event") == "update_skipped"})
-    )
+    steps = {one["step"] for one in tables.events if one.get("event") == "update_skipped"}
+    return tuple(sorted(steps))
 
 
 def _skipped(tables: Tables) -> Check:

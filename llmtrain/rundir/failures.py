@@ -27,7 +27,6 @@ from llmtrain import system
 from llmtrain.config import secrets
 from llmtrain.errors import RESTARTABLE, RunError, UserError, exit_code_of, precedence
 from llmtrain.rundir.contents import LOGS
-from llmtrain.system import is_alive, start_time
 
 LOOK_SECONDS = 2.0
 _LOOKS = 20
@@ -219,7 +218,7 @@ def _this_start() -> tuple[str, str, int]:
 def _launcher() -> str:
     """Return the parent process at the first call: when a launcher dies, the parent changes."""
     parent = os.getppid()
-    return f"{parent}:{start_time(parent) or ''}"
+    return f"{parent}:{system.start_time(parent) or ''}"
 
 
 def _is_of_this_start(mark: Mark) -> bool:
@@ -233,7 +232,7 @@ def _alive() -> set[int]:
     for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         for pid in _text(listing).split():
             match = re.search(r"(?:^|\0)RANK=(\d+)\0", _text(Path(f"/proc/{pid}/environ")))
-            if match and is_alive(int(pid)):
+            if match and system.is_alive(int(pid)):
                 ranks.add(int(match[1]))
     return ranks
 

@@ -149,11 +149,8 @@ def look(path: Path) -> Listing:
     with suppress(UserError):  # a config that does not load
         policy = policy_of(place.run_dir) if place.run_dir else None
     checkpoints = listing(place, policy)
-    if place.only is None:
-        return checkpoints
-    return replace(
-        checkpoints, rows=tuple(row for row in checkpoints.rows if row.name == place.only)
-    )
+    rows = tuple(row for row in checkpoints.rows if place.only in (None, row.name))
+    return replace(checkpoints, rows=rows)
 
 
 def verify(
@@ -339,12 +336,9 @@ def _problems(path: Path, on_progress: Callable[[int], object]) -> tuple[tuple[P
 
 
 def _no_answer(path: Path, error: OSError) -> RunError:
-    where = error.filename or path
-    return RunError(
-        f"could not read {where} ({error.strerror or error})",
-        DISK_FAILED,
-        "this says nothing about the checkpoint; try again when the disk answers",
-    )
+    message = f"could not read {error.filename or path} ({error.strerror or error})"
+    remedy = "this says nothing about the checkpoint; try again when the disk answers"
+    return RunError(message, DISK_FAILED, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from llmtrain.data.heldout import training_texts
 from llmtrain.data.manifest import Source
 from llmtrain.data.sources.hub import resolve
 from llmtrain.data.sources.local import file_format, is_local
-from llmtrain.data.survey import with_form
+from llmtrain.data.survey import as_source, with_form
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.base import Base
@@ -206,27 +206,17 @@ def _form(source: Source, reader: Reader) -> str | None:
 def _source(path: str, reader: Reader) -> tuple[JsonObject, str | None, int]:
     """Return a source of the config, its form if it has one, and the bytes of its files."""
     described: JsonObject = {"path": path}
+    configured = SourceConfig(path=path)
     try:
-        resolved = resolve(SourceConfig(path=path), _KEY)
+        resolved = resolve(configured, _KEY)
     except UserError as error:
         described["document"] = "file"  # pages of Markdown are documents, not lines
+        configured = SourceConfig(**described)
         try:
-            resolved = resolve(SourceConfig(**described), _KEY)
+            resolved = resolve(configured, _KEY)
         except UserError:
             raise error from None
-    source = Source(
-        label=path,
-        path=path,
-        root=resolved.root,
-        remote=resolved.remote,
-        revision=resolved.revision,
-        files=resolved.files,
-        text_column="text",
-        id_column=None,
-        weight=1.0,
-        max_epochs=None,
-        units=(),
-    )
+    source = as_source(configured, resolved, path)
     size = sum(file.size for file in source.files)
     if source.cached:
         return described, None, size
@@ -449,10 +439,7 @@ def _flow(value: object) -> str:
 
     if isinstance(value, float):
         return f"{value:g}" if value >= 1e-3 or not value else f"{value:.1e}"
-    return (
-        yaml.safe_dump(
-            value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
-        )
-        .split("\n...")[0]
-        .strip()
+    written = yaml.safe_dump(
+        value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
     )
+    return written.split("\n...")[0].strip()

@@ -47,7 +47,7 @@ from llmtrain.metrics.meter import Meter
 from llmtrain.model.base import Base
 from llmtrain.rundir.reference import Column
 from llmtrain.rundir.status import FrozenChoices
-from llmtrain.system import Threads
+from llmtrain.system import CpuCount
 from llmtrain.training.due import Due
 from llmtrain.training.guards import Guards
 from llmtrain.training.journal import Journal, RunLog
@@ -192,7 +192,7 @@ class Processes:
     decided_again: bool
     precision: str
     why_precision: str
-    threads: Threads
+    threads: CpuCount
     threads_before: int | None
 
 

@@ -35,7 +35,7 @@ ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no", "--num_processes=1
 )
 def test_only_a_number_that_the_launcher_chose_is_replaced(tmp_path, launch, omp, expected):
     script = tmp_path / "script.py"
-    four = "from llmtrain import system; system.cores = lambda: system.Cores(4, '4 cores')"
+    four = "from llmtrain import system; system.cores = lambda: system.CpuCount(4, '4 cores')"
     script.write_text(four + SCRIPT)
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env |= {} if omp is None else {"OMP_NUM_THREADS": omp}

@@ -46,7 +46,9 @@ TOP_LEVEL: dict[str, set[str]] = {
     "training": {"torch", "accelerate", "numpy", "transformers", "psutil"},
     "training.stop": set(),
     "tools.launch.elastic": {"torch"},
-    "tools.use": {"torch", "numpy", "transformers", "safetensors", "pydantic", "yaml"},
+    "tools.use": {
+        *("torch", "numpy", "transformers", "huggingface_hub", "safetensors", "pydantic", "yaml"),
+    },
     "tools.train_one": {"torch", "transformers", "safetensors"},
     "cli": {"typer"},
 }

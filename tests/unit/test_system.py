@@ -86,7 +86,7 @@ def test_the_cpu_quota_of_a_container_counts_as_cores(
 def test_without_files_of_the_kernel_all_cores_count(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert system.cores(tmp_path) == system.Cores(8, "8 CPU cores")
+    assert system.cores(tmp_path) == system.CpuCount(8, "8 CPU cores")
 
 
 OMP = {"OMP_NUM_THREADS": "1"}
@@ -122,27 +122,27 @@ LAUNCHES = {
 @pytest.mark.parametrize(("env", "above", "own"), LAUNCHES.values(), ids=list(LAUNCHES))
 def test_a_number_of_threads_is_the_users_unless_a_launcher_chose_it(monkeypatch, env, above, own):
     monkeypatch.setattr(system, "ancestors", lambda: iter(above))
-    monkeypatch.setattr(system, "cores", lambda: system.Cores(6, "6 CPU cores"))
+    monkeypatch.setattr(system, "cores", lambda: system.CpuCount(6, "6 CPU cores"))
     assert system.set_by_user(env) is own
     found = system.decide_threads("auto", None, env | {"LOCAL_WORLD_SIZE": "2"})
     number = int(env["OMP_NUM_THREADS"])
     if own:
-        assert found == system.Threads(number, "OMP_NUM_THREADS")
+        assert found == system.CpuCount(number, "OMP_NUM_THREADS")
     else:
-        assert found == system.Threads(3, "1/2 of 6 CPU cores")
+        assert found == system.CpuCount(3, "1/2 of 6 CPU cores")
 
 
 def test_threads_are_those_of_the_config_then_the_user_then_earlier_launches(monkeypatch):
     monkeypatch.setattr(system, "ancestors", lambda: iter([SHELL]))
-    monkeypatch.setattr(system, "cores", lambda: system.Cores(2, "2 CPU cores"))
+    monkeypatch.setattr(system, "cores", lambda: system.CpuCount(2, "2 CPU cores"))
     decide = system.decide_threads
-    assert decide(5, 3, {"OMP_NUM_THREADS": "4"}) == system.Threads(5, "training.threads")
+    assert decide(5, 3, {"OMP_NUM_THREADS": "4"}) == system.CpuCount(5, "training.threads")
     assert decide("auto", 3, {"OMP_NUM_THREADS": "4,2"}).count == 4
     assert decide("auto", 3, {}).count == 3
     for unusable in ("", "0", "many"):
         assert decide("auto", None, {"OMP_NUM_THREADS": unusable}).count == 2
     assert decide("auto", None, {"LOCAL_WORLD_SIZE": "8"}).count == 1
-    one = system.Threads(1, "training.same_bits")
+    one = system.CpuCount(1, "training.same_bits")
     assert decide("auto", 3, {"OMP_NUM_THREADS": "4"}, same_bits=True) == one
     assert decide(5, 3, {}, same_bits=True).count == 5
 

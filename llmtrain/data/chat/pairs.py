@@ -17,26 +17,7 @@ from itertools import takewhile
 from operator import eq
 from typing import NamedTuple
 
-from llmtrain.data.chat.rows import (
-    READING,
-    SAME,
-    WRITTEN,
-    BadRowError,
-    Example,
-    answers_of,
-    chat_form,
-    is_named,
-    list_of,
-    of_alpaca,
-    of_sharegpt,
-    parse,
-    parse_json,
-    read_row,
-    refuse_masks,
-    show,
-    to_example,
-    without_none,
-)
+from llmtrain.data.chat import rows
 from llmtrain.types import JsonMapping, JsonObject
 
 ANSWERS = ("chosen", "rejected", "preferred_output", "non_preferred_output")
@@ -49,27 +30,29 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 class Judged(NamedTuple):
     """An answer, with the conversation before it, and whether it is a good one."""
 
-    example: Example
+    example: rows.Example
     desirable: bool
 
 
 def examples(
-    text: str, form: str, columns: Mapping[str, str] = SAME, reading: int = READING
-) -> Sequence[Example]:
+    text: str, form: str, columns: Mapping[str, str] = rows.SAME, reading: int = rows.READING
+) -> Sequence[rows.Example]:
     """Return what is said in a row of any form: one conversation, of a pair two.
 
     text, form, columns, reading: as for `rows.to_example`
     Raises BadRowError.
     """
-    match answers_of(form):
+    match rows.answers_of(form):
         case "pairs":
             return to_pair(text, form, columns)
         case "feedback":
             return [to_judged(text, form, columns).example]
-    return [to_example(text, form, columns, reading)]
+    return [rows.to_example(text, form, columns, reading)]
 
 
-def to_pair(text: str, form: str, columns: Mapping[str, str] = SAME) -> tuple[Example, Example]:
+def to_pair(
+    text: str, form: str, columns: Mapping[str, str] = rows.SAME
+) -> tuple[rows.Example, rows.Example]:
     """Return the chosen answer and the rejected one, each with its prompt.
 
     text, form, columns: as for `rows.to_example`
@@ -79,25 +62,25 @@ def to_pair(text: str, form: str, columns: Mapping[str, str] = SAME) -> tuple[Ex
     prompt, answers = _parts(row, form)
     for name, answer in zip(_OURS, answers, strict=True):
         if not answer or (isinstance(answer, str) and not answer.strip()):
-            raise BadRowError("answer", f"{name} is blank")
+            raise rows.BadRowError("answer", f"{name} is blank")
         if isinstance(answer, list) and (role := _role(answer[0])) != "assistant":
-            why = f"{name} begins with a message of role {show(role)}, not with an answer"
-            raise BadRowError("difference", why)
+            why = f"{name} begins with a message of role {rows.show(role)}, not with an answer"
+            raise rows.BadRowError("difference", why)
     if not prompt and isinstance(prompt, list):
-        raise BadRowError("prompt", "it has no prompt before its answers")
+        raise rows.BadRowError("prompt", "it has no prompt before its answers")
     chosen, rejected = (
-        parse({**row, "prompt": prompt, "completion": answer}, "prompt_completion")
+        rows.parse({**row, "prompt": prompt, "completion": answer}, "prompt_completion")
         for answer in answers
     )
     one, other = chosen.text or chosen.messages, rejected.text or rejected.messages
     if one == other:
-        raise BadRowError("equal", "chosen and rejected are equal")
+        raise rows.BadRowError("equal", "chosen and rejected are equal")
     if chosen.text is None and all(map(eq, chosen.messages, rejected.messages)):
-        raise BadRowError("equal", "one of chosen and rejected is the beginning of the other")
+        raise rows.BadRowError("equal", "one of chosen and rejected is the beginning of the other")
     return chosen, rejected
 
 
-def to_judged(text: str, form: str, columns: Mapping[str, str] = SAME) -> Judged:
+def to_judged(text: str, form: str, columns: Mapping[str, str] = rows.SAME) -> Judged:
     """Return the judged answer of a row of feedback, with the conversation before it.
 
     text, form, columns: as for `rows.to_example`
@@ -105,28 +88,28 @@ def to_judged(text: str, form: str, columns: Mapping[str, str] = SAME) -> Judged
     """
     row = _read(text, form, columns)
     label = row.get("label")
-    label = WRITTEN.get(label, label) if isinstance(label, str) else label
+    label = rows.WRITTEN.get(label, label) if isinstance(label, str) else label
     if label not in (0, 1):  # True and False are equal to these
-        raise BadRowError("label", f"label is {show(label)}, not true or false")
-    inner = chat_form([name for name, value in row.items() if value is not None])
+        raise rows.BadRowError("label", f"label is {rows.show(label)}, not true or false")
+    inner = rows.chat_form([name for name, value in row.items() if value is not None])
     if inner is None:
         why = "it has neither messages, conversations, prompt and completion, nor an instruction"
-        raise BadRowError("messages", why)
-    example = parse(row, inner)
+        raise rows.BadRowError("messages", why)
+    example = rows.parse(row, inner)
     if example.text is None:
         last = len(example.messages) - 1
         if example.messages[last]["role"] != "assistant":
             role = example.messages[last]["role"]
-            raise BadRowError("answer", f"its last message is of role {role!r}, not an answer")
+            raise rows.BadRowError("answer", f"its last message is of role {role!r}, not an answer")
         if inner != "prompt_completion":  # else all of the completion is the answer
             example = replace(example, untrained=example.untrained | {*range(last)})
     return Judged(example, bool(label))
 
 
 def _read(text: str, form: str, columns: Mapping[str, str]) -> JsonObject:
-    row = read_row(text, columns)
-    if not is_named(form, columns):
-        refuse_masks(row, "the row")
+    row = rows.read_row(text, columns)
+    if not rows.is_named(form, columns):
+        rows.refuse_masks(row, "the row")
     return row
 
 
@@ -134,20 +117,21 @@ def _parts(row: JsonObject, form: str) -> tuple[object, Sequence[object]]:
     """Return the prompt of a row, and both answers: all strings, or all lists of messages."""
     match form:
         case "pairs_openai":
-            given = parse_json(row.get("input"), "input")
+            given = rows.parse_json(row.get("input"), "input")
             if not isinstance(given, dict):
-                raise BadRowError("prompt", f"input is {show(given)}, not an object")
+                raise rows.BadRowError("prompt", f"input is {rows.show(given)}, not an object")
             for name in ("tools", "functions"):
                 row[name] = row.get(name) or given.get(name)
-            return list_of(given, "messages"), [_messages(row, name) for name in ANSWERS[2:]]
+            return rows.list_of(given, "messages"), [_messages(row, name) for name in ANSWERS[2:]]
         case "pairs_sharegpt":
-            prompt = [of_sharegpt(one) for one in list_of(row, "conversations")]
-            return prompt, [[*map(of_sharegpt, _messages(row, name))] for name in _OURS]
+            prompt = [rows.of_sharegpt(one) for one in rows.list_of(row, "conversations")]
+            return prompt, [[*map(rows.of_sharegpt, _messages(row, name))] for name in _OURS]
         case "pairs_alpaca":
             for name in _OURS:
                 if not isinstance(row.get(name), str):
-                    raise BadRowError("content", f"{name} is {show(row.get(name))}, not a string")
-            both = [of_alpaca({**row, "output": row[name]}) for name in _OURS]
+                    why = f"{name} is {rows.show(row.get(name))}, not a string"
+                    raise rows.BadRowError("content", why)
+            both = [rows.of_alpaca({**row, "output": row[name]}) for name in _OURS]
             return both[0][:-1], [one[-1:] for one in both]
     return _of_pairs(row)
 
@@ -156,7 +140,7 @@ def _of_pairs(row: JsonMapping) -> tuple[object, Sequence[object]]:
     prompt, given = row.get("prompt"), [row.get(name) for name in _OURS]
     for name, one in zip(_OURS, given, strict=True):
         if one is None:
-            raise BadRowError("answer", f"{name} is null")
+            raise rows.BadRowError("answer", f"{name} is null")
     texts = [one for one in given if isinstance(one, str)]
     if len(texts) == 2:
         if all(one.startswith(_BEGINS) for one in texts):
@@ -167,37 +151,37 @@ def _of_pairs(row: JsonMapping) -> tuple[object, Sequence[object]]:
             return prompt, [[{"role": "assistant", "content": one}] for one in texts]
         if not all(one.lstrip().startswith("[") for one in texts):  # not JSON either
             why = "chosen and rejected are strings without a prompt; name the prompt"
-            raise BadRowError("prompt", f"{why}: a column `prompt`, or data.sources.N.columns")
+            raise rows.BadRowError("prompt", f"{why}: a column `prompt`, or data.sources.N.columns")
     answers = [_messages(row, name) for name in _OURS]
     if any(_role(one[0]) != "assistant" for one in answers if one):
         return _shared(answers)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return list_of({"prompt": prompt or []}, "prompt"), answers
+    return rows.list_of({"prompt": prompt or []}, "prompt"), answers
 
 
 def _messages(row: JsonMapping, name: str) -> list[object]:
     """Return the messages of an answer, which may be a single one."""
-    value = parse_json(row.get(name), name)
+    value = rows.parse_json(row.get(name), name)
     if value is None:
-        raise BadRowError("answer", f"{name} is null")
+        raise rows.BadRowError("answer", f"{name} is null")
     if isinstance(value, dict) and not all(isinstance(one, list) for one in value.values()):
         return [value]
-    return list_of({name: value}, name)
+    return rows.list_of({name: value}, name)
 
 
 def _shared(conversations: Sequence[Sequence[object]]) -> tuple[object, Sequence[object]]:
     """Return the messages with which both conversations begin, and what follows in each."""
     chosen, rejected = conversations
-    one, other = ([*map(without_none, messages)] for messages in (chosen, rejected))
+    one, other = ([*map(rows.without_none, messages)] for messages in (chosen, rejected))
     shared = sum(1 for _ in takewhile(bool, map(eq, one, other)))
     if shared == min(len(one), len(other)):
         both = "equal" if len(one) == len(other) else "the beginning of one another"
-        raise BadRowError("equal", f"chosen and rejected are {both}")
+        raise rows.BadRowError("equal", f"chosen and rejected are {both}")
     roles = [_role(one[shared]), _role(other[shared])]
     if roles != ["assistant"] * 2 or not shared:
         why = f"chosen and rejected differ first in message {shared + 1}, which is no answer"
-        raise BadRowError("difference", why)
+        raise rows.BadRowError("difference", why)
     return chosen[:shared], [chosen[shared:], rejected[shared:]]
 
 

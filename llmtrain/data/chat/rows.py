@@ -147,15 +147,7 @@ class Example:
 
         OpenAI stores them so, and some templates write nothing else.
         """
-        return [
-            _with_arguments(
-                one,
-                lambda given: (
-                    given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                ),
-            )
-            for one in self.written or self.messages
-        ]
+        return [_with_arguments(one, _as_string) for one in self.written or self.messages]
 
 
 def our_names(available: Iterable[str], columns: Mapping[str, str], key: str) -> tuple[str, ...]:
@@ -244,9 +236,8 @@ def refused_columns(
         )
         loss = "dpo" if any(pair <= set(columns) for pair in _PAIRS) else "kto"
         ways = f"preference.loss={loss}, or keep the good answers and drop these columns"
-        return Problem(
-            key, ", ".join(judgements), expected, f"{ways}; to train all: {key}={{{mapping}}}"
-        )
+        remedy = f"{ways}; to train all: {key}={{{mapping}}}"
+        return Problem(key, ", ".join(judgements), expected, remedy)
     if masks := [name for name in columns if name.lower() in MASKS]:
         expected = "conversations without a column that may say what is trained of them"
         remedy = f"write `train: true` or `false` in the rows; to train all: {key}={{{mapping}}}"
@@ -453,6 +444,10 @@ def _call(raw: Any) -> JsonObject:
     given = arguments if isinstance(arguments, str) else arguments or {}
     rest = {} if function is raw else {k: v for k, v in raw.items() if v is not None}
     return {"type": "function", **rest, "function": {**function, "arguments": given}}
+
+
+def _as_string(given: object) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:

@@ -389,20 +389,18 @@ def elements_of(data: bytes, start: int, where: str) -> Iterator[tuple[int, byte
 
 
 def csv_rows(
-    lines: Iterable[bytes], name: str, where: str, start: int = 0, width: int | None = None
+    lines: Iterable[bytes], name: str, where: str, start: int = 0, width: int = DECODED_LIMIT
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of CSV or TSV as (position of the first byte, cells); blank lines have none.
 
     lines: with their ends, from a row's begin on
     name: of the file, whose suffix says what separates cells
     start: position of the first line
-    width: the most cells that a row may have; None = any number
+    width: the most cells that a row may have; by default more than there can be
 
     Raises UnreadableError for what is no CSV, and for a longer row.
     """
-    position = start
-    first = start
-    width = DECODED_LIMIT if width is None else width
+    position = first = start
 
     def decoded() -> Iterator[str]:
         nonlocal position

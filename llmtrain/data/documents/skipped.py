@@ -115,12 +115,8 @@ class Skipped:
                 _append(self._path, [{**part, "reason": why, "time": now} for part, why in facts])
             for part, reason in new:
                 was_logged = part._replace(epoch=None) in self._told
-                _log.log(
-                    logging.INFO if was_logged else logging.WARNING,
-                    "skipped %s: %s",
-                    _words(part),
-                    reason,
-                )
+                level = logging.INFO if was_logged else logging.WARNING
+                _log.log(level, "skipped %s: %s", _words(part), reason)
                 self._know(part)
 
     def _know(self, part: LeftOut) -> None:
@@ -163,16 +159,11 @@ def read(path: Path) -> list[LeftOut]:
 
 def too_many(source: str, last: UnreadableError | None) -> UserError:
     """Return the error of too many bad parts in a row."""
-    expected = "a source of which most can be read; data.on_bad_unit is skip, but"
+    what = f"{MANY_IN_A_ROW} parts in a row cannot be read"
     reason = f"; the last: {last.problems[0].key}: {last.problems[0].value}" if last else ""
-    return UserError(
-        Problem(
-            f"source {source}",
-            f"{MANY_IN_A_ROW} parts in a row cannot be read",
-            f"{expected} this is no accident{reason}",
-            f"look at {FILE_NAME} in the run directory, and at text_column and the files",
-        )
-    )
+    wanted = "a source of which most can be read; data.on_bad_unit is skip, but this is no accident"
+    remedy = f"look at {FILE_NAME} in the run directory, and at text_column and the files"
+    return UserError(Problem(f"source {source}", what, wanted + reason, remedy))
 
 
 def _parse(line: bytes) -> LeftOut | None:

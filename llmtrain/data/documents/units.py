@@ -20,15 +20,6 @@ import xxhash
 
 from llmtrain.data.chat.rows import as_text
 from llmtrain.data.documents import lines
-from llmtrain.data.documents.lines import (
-    HEAD_BYTES,
-    array_elements,
-    csv_header,
-    csv_objects,
-    csv_rows,
-    elements_of,
-    not_utf_8,
-)
 from llmtrain.data.documents.skipped import UnreadableError, readable
 from llmtrain.data.manifest import ELEMENTS, Source, Unit
 from llmtrain.data.sources.cache import Cache, Range, Ranges, cache_root, load_footer
@@ -125,12 +116,6 @@ def is_text(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def of_table(table: pa.Table, text_column: str, id_column: str | None) -> Rows:
-    """Return the rows of a table that has these columns."""
-    texts = _as_bytes(table.column(text_column))
-    return Rows(texts, _as_bytes(table.column(id_column)) if id_column else None)
-
-
 def _as_bytes(column: pa.ChunkedArray) -> pa.Array:
     kind = column.type
     if pa.types.is_dictionary(kind):
@@ -162,7 +147,8 @@ def refuse_other_encoding(texts: pa.Array, where: str) -> None:
         wrong += text.count("\ufffd") - meant + text.count("\0")
         characters += len(text)
     if wrong >= MIN_REPLACED and wrong * REPLACED_SHARE > characters:
-        raise UnreadableError(not_utf_8(where, f"{wrong} of {characters} characters are none"))
+        reason = f"{wrong} of {characters} characters are none"
+        raise UnreadableError(lines.not_utf_8(where, reason))
 
 
 class Units:
@@ -322,17 +308,15 @@ class Units:
             yield start, data.removeprefix(lines.BOM)
             return
         if unit.group == ELEMENTS:
-            whole = io.BytesIO(data)
-            yield from (
-                array_elements(whole.read, where)
-                if compression
-                else elements_of(data, start, where)
-            )
+            if compression:
+                yield from lines.array_elements(io.BytesIO(data).read, where)
+            else:
+                yield from lines.elements_of(data, start, where)
             return
         if kind == "csv":
             header = self.header(source, unit.file)
-            rows = csv_rows(io.BytesIO(data), known.name, where, start, len(header))
-            yield from csv_objects(islice(rows, 1 if start == 0 else 0, None), header)
+            rows = lines.csv_rows(io.BytesIO(data), known.name, where, start, len(header))
+            yield from lines.csv_objects(islice(rows, 1 if start == 0 else 0, None), header)
             return
         position = 0
         for end in lines.end_of_line(kind).finditer(data):
@@ -350,7 +334,7 @@ class Units:
                 content = _by_line(opened)
                 if compression:
                     content = io.BytesIO(lines.decompress(opened, compression, where))
-                self._headers[where] = csv_header(content, name, where)
+                self._headers[where] = lines.csv_header(content, name, where)
         return self._headers[where]
 
     def is_array(self, source: Source, file: int) -> bool:
@@ -361,15 +345,16 @@ class Units:
             return False
         with self.open(source, file) as opened:
             if not compression:
-                return lines.is_array(lines.read_exactly(opened, min(HEAD_BYTES, size)))
-            return lines.is_array(bytes(pa.input_stream(opened, compression).read(HEAD_BYTES)))
+                return lines.is_array(lines.read_exactly(opened, min(lines.HEAD_BYTES, size)))
+            head = pa.input_stream(opened, compression).read(lines.HEAD_BYTES)
+            return lines.is_array(bytes(head))
 
     def first_element(self, source: Source, file: int) -> list[tuple[int, bytes]]:
         """Return the first element of a JSON array as (position, element); [] if it has none."""
         where, compression = source.where(file), source.format(file).compression
         with self.open(source, file) as opened:
             content = pa.input_stream(opened, compression) if compression else opened
-            return list(islice(array_elements(content.read, where), 1))
+            return list(islice(lines.array_elements(content.read, where), 1))
 
     def rows_at(self, source: Source, file: int) -> Iterator[tuple[int, int]]:
         """Yield where each row of a plain JSON array or CSV file begins and ends, in bytes.
@@ -379,11 +364,11 @@ class Units:
         where, name = source.where(file), source.files[file].name
         with self.open(source, file) as opened:
             if source.format(file).kind != "csv":
-                for position, element in array_elements(opened.read, where):
+                for position, element in lines.array_elements(opened.read, where):
                     yield position, position + len(element)
                 return
             width = len(self.header(source, file))
-            rows = csv_rows(_by_line(opened), name, where, width=width)
+            rows = lines.csv_rows(_by_line(opened), name, where, width=width)
             starts = (position for position, _ in rows)
             yield from pairwise(chain(starts, [source.files[file].size]))
 
@@ -509,12 +494,12 @@ def _fields(line: bytes, source: Source) -> tuple[bytes | None, bytes | None]:
 
 def _rows_of(table: pa.Table, source: Source) -> Rows:
     """Return the rows of a table; the text of a conversation is a JSON object of its columns."""
+    name = source.id_column
+    ids = _as_bytes(table.column(name)) if name else None
     if source.form is None:
-        return of_table(table, source.text_column, source.id_column)
-    ids = source.id_column
-    texts = table.drop_columns([ids]) if ids in table.column_names else table
-    rows = as_array(as_text(row).encode() for row in texts.to_pylist())
-    return Rows(rows, of_table(table, ids, None).texts if ids else None)
+        return Rows(_as_bytes(table.column(source.text_column)), ids)
+    texts = table.drop_columns([name]) if name in table.column_names else table
+    return Rows(as_array(as_text(row).encode() for row in texts.to_pylist()), ids)
 
 
 def place_of(source: Source, unit: Unit) -> str:

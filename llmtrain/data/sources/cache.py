@@ -38,7 +38,6 @@ import xxhash
 from llmtrain import system
 from llmtrain.data.sources import fetch
 from llmtrain.errors import RunError, UserError
-from llmtrain.system import begin_in_thread
 from llmtrain.types import JsonObject
 
 _log = logging.getLogger(__name__)
@@ -280,7 +279,7 @@ class Ranges:
                     return
                 key = self._expected.popleft()
                 read = partial(self._read, key, self._remote.deadline())
-                self._ahead[key] = begin_in_thread(read, "ahead")
+                self._ahead[key] = system.begin_in_thread(read, "ahead")
 
     def _from_ahead(self, key: Range, future: Future[bytes]) -> bytes | None:
         """Return what was read ahead, or None if that failed: then the caller reads it again.

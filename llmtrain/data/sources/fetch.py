@@ -363,11 +363,9 @@ def back_off(failures: int, asked: float, deadline: float, what: str, reason: st
     wait = max(asked, jitter * min(MAX_WAIT_SECONDS, 2.0**failures))
     if time.monotonic() + wait > deadline:
         asks = f"; the server asks to wait {asked:.0f} s" if asked else ""
-        raise RunError(
-            f"{what} could not be read in {failures + 1} attempts: {reason}{asks}",
-            RESTARTABLE,
-            "the same command continues once the network is back",
-        )
+        message = f"{what} could not be read in {failures + 1} attempts: {reason}{asks}"
+        remedy = "the same command continues once the network is back"
+        raise RunError(message, RESTARTABLE, remedy)
     return wait
 
 

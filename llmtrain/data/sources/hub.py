@@ -182,9 +182,8 @@ def _not_found(source: SourceConfig, key: str, message: str) -> Problem:
     if source.revision is not None and message.startswith("Revision"):
         short = SHORT_COMMIT.fullmatch(source.revision) is not None
         expected = "all 40 digits of a commit" if short else "a branch, tag or commit that exists"
-        return Problem(
-            local.sibling(key, "revision"), source.revision, expected, f"see {page}/commits"
-        )
+        key = local.sibling(key, "revision")
+        return Problem(key, source.revision, expected, f"see {page}/commits")
     expected = "a path on this machine, or a data set of the Hub; none of this name can be seen"
     remedy = "check the spelling; it does not exist, or it is private and needs HF_TOKEN"
     return Problem(key, source.path, expected, remedy)
@@ -198,9 +197,8 @@ def _wrong_config(source: SourceConfig, key: str, error: ValueError) -> Problem:
     if source.name in names or len(names) < (2 if source.name is None else 1):
         expected = f"a data set that can be read ({first_line(error)})"
         return Problem(key, source.path, expected)
-    return Problem(
-        local.sibling(key, "name"), source.name, f"one of: {_nearest(source.name, names)}"
-    )
+    expected = f"one of: {_nearest(source.name, names)}"
+    return Problem(local.sibling(key, "name"), source.name, expected)
 
 
 def _nearest(asked: str | None, names: Iterable[object]) -> str:

@@ -316,9 +316,8 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
         try:
             size, digest = path.stat().st_size, edges_digest(path)
         except OSError as error:
-            unreadable.append(
-                Problem(key, str(path), f"a file that can be read ({error.strerror})")
-            )
+            expected = f"a file that can be read ({error.strerror})"
+            unreadable.append(Problem(key, str(path), expected))
         else:
             files.append(File(path.relative_to(root).as_posix(), size, digest))
     raise_any(bounded(unreadable, key))

@@ -85,25 +85,17 @@ class TokenFile:
 
     def at(self, position: int) -> int:
         """Return the document of a token, found by bisection in the file."""
-        low, high = 0, self.documents
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.begin(middle) <= position else (low, middle)
-        return low
+        return bisect_right(range(self.documents), position, lo=1, key=self.begin) - 1
 
     def ids(self, start: int, stop: int, length: int) -> np.ndarray:
         """Return tokens [start, stop), int32 (n,). Raises UserError for ids outside [0, length)."""
         ids = self.tokens[start:stop]
         if ids.size and (ids.max() >= length or ids.min() < 0):
-            where = int(np.flatnonzero((ids >= length) | (ids < 0))[0])
-            raise UserError(
-                Problem(
-                    f"{binary(self.index)}, token {start + where}",
-                    int(ids[where]),
-                    f"an id of the run's tokenizer, which has {length} entries",
-                    "set model.tokenizer to the one that wrote the token cache",
-                )
-            )
+            first = int(np.flatnonzero((ids >= length) | (ids < 0))[0])
+            where = f"{binary(self.index)}, token {start + first}"
+            expected = f"an id of the run's tokenizer, which has {length} entries"
+            remedy = "set model.tokenizer to the one that wrote the token cache"
+            raise UserError(Problem(where, int(ids[first]), expected, remedy))
         return ids.astype(np.int32)
 
 
@@ -309,9 +301,8 @@ class TrainingStream:
             file, begin, end = self.documents.span(document)
             stop = min(end - begin, start + size - filled)
             if stop > start:
-                ids[filled : filled + stop - start] = file.ids(
-                    begin + start, begin + stop, vocabulary
-                )
+                part = file.ids(begin + start, begin + stop, vocabulary)
+                ids[filled : filled + stop - start] = part
                 pieces.append((document, start, stop, filled))
                 filled += stop - start
             document, start = document + 1, 0
@@ -391,9 +382,8 @@ def blocks(
         order = _order(num_blocks(source, seed, seq_len), mix(seed, 5, k, epoch))
         dealt = order[(lane + mix(seed, 6, k, epoch)) % manifest.lanes :: manifest.lanes]
         for index in range(position, len(dealt)):
-            ids, pieces = stream.cut(
-                int(dealt[index]) * seq_len, seq_len + 1, manifest.tokenizer.length
-            )
+            first = int(dealt[index]) * seq_len
+            ids, pieces = stream.cut(first, seq_len + 1, manifest.tokenizer.length)
             spans = tuple(Span(epoch, index, *piece) for piece in pieces)
             starts = np.array([span.at for span in spans], np.int32)
             yield Packed(ids, starts, None, spans, Cursor(epoch, index + 1, 0, 0), Counter())

@@ -169,9 +169,8 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
         encoder: TokenizerBackend = _convert(description, str(directory))
     else:
         encoder = _reference(description, content.decode())
-    ids = convert.vocabulary(description) | {
-        token["content"]: token["id"] for token in convert.added_tokens(description)
-    }
+    added = convert.added_tokens(description)
+    ids = convert.vocabulary(description) | {token["content"]: token["id"] for token in added}
     texts = (token_text(settings.get(name)) for name in ("eos_token", "bos_token", "pad_token"))
     eos, bos, pad = (None if text is None else ids.get(text) for text in texts)
     if eos is None:
@@ -190,11 +189,8 @@ def open_tokenizer(directory: Path, backend: Backend = "tokenizers") -> Tokenize
         backend=backend,
         _encoder=encoder,
         _control=re.compile("|".join(map(re.escape, control))) if control else None,
-        added={token["id"]: _added_token(token) for token in convert.added_tokens(description)},
-        awkward=(
-            *convert.PROBES,
-            "".join(f"a{t['content']} b {t['content']}" for t in convert.added_tokens(description)),
-        ),
+        added={token["id"]: _added_token(token) for token in added},
+        awkward=(*convert.PROBES, "".join(f"a{t['content']} b {t['content']}" for t in added)),
     )
 
 
@@ -335,10 +331,9 @@ def choose_tokenizer(directory: Path, texts: Iterable[str]) -> Tokenizer:
         _log.info("tokenizing with tokenizers, because %s", candidate)
         return reference
     documents = list(texts)
-    difference = _failure(candidate, convert.long_runs(PART_CHARACTERS)) or first_difference(
-        reference, candidate, [*reference.awkward, *documents]
-    )
-    if difference:
+    failure = _failure(candidate, convert.long_runs(PART_CHARACTERS))
+    texts = [*reference.awkward, *documents]
+    if difference := failure or first_difference(reference, candidate, texts):
         _log.warning("tokenizing with tokenizers, because %s", difference)
         return reference
     message = "tokenizing with tiktoken: ids equal those of tokenizers on %d documents"
@@ -375,13 +370,10 @@ def _candidate(directory: Path) -> Tokenizer | str:
     if importlib.util.find_spec("tiktoken") is None:
         return "tiktoken is not installed"
     content, description = describe(directory)
-    obstacle = next(convert.obstacles(description), None)
-    if obstacle:
+    if obstacle := next(convert.obstacles(description), None):
         return obstacle
-    entry = convert.find_unreached(
-        description, tokenizers.Tokenizer.from_str(content.decode()).model
-    )
-    if entry:
+    model = tokenizers.Tokenizer.from_str(content.decode()).model
+    if entry := convert.find_unreached(description, model):
         return f"its merges do not lead to the entry {entry!r}"
     try:
         return open_tokenizer(directory, "tiktoken")

@@ -223,21 +223,16 @@ def _inspection(
     if training.steps is not None:
         blocks_of_run = training.batch.until(training.steps)
     read = blocks_of_run * manifest.seq_len * (1 - packed["padding"])
-    estimated = [] if all(one.exact for one in counts) else ["lengths", "tokens_per_byte"]
+    estimated = [] if counted else ["lengths", "tokens_per_byte"]
     # A run counts its conversations up to where its last lane ends, which takes too long here.
     estimated += [] if once.exact and manifest.chat is None else ["steps_per_epoch"]
     estimated += [] if manifest.always_full else ["padding"]
+    unread = [count_unread(one, manifest.seed, reader, encoder) for one in manifest.sources]
+    met: Counter[str] = Counter()
+    for one in counts:
+        met.update(one.chat)
     return Inspection(
-        sources=tuple(
-            _facts(
-                manifest,
-                k,
-                counts[k],
-                read,
-                count_unread(manifest.sources[k], manifest.seed, reader, encoder),
-            )
-            for k in numbers
-        ),
+        sources=tuple(_facts(manifest, k, counts[k], read, unread[k]) for k in numbers),
         lanes=manifest.lanes,
         backend=encoder.tokenizer.backend,
         seq_len=manifest.seq_len,
@@ -248,17 +243,14 @@ def _inspection(
         lengths=_buckets(counts),
         estimated=(*estimated, "documents_cut"),
         few_steps=few_steps(config.training, asdict(once), manifest),
-        pairs=_pairs(counts, manifest.answers, in_block),
-        **_chat(counts),
+        pairs=_pairs(counts, met, manifest.answers, in_block),
+        **_chat(met),
         **packed,
     )
 
 
-def _chat(counted: Sequence[Counted]) -> JsonObject:
+def _chat(counts: Counter[str]) -> JsonObject:
     """Return the fields of `Inspection` on conversations, of those that were looked at."""
-    counts: Counter[str] = Counter()
-    for one in counted:
-        counts.update(one.chat)
     if not counts:
         return {}
     reasons = {name.partition("_")[2]: n for name, n in counts.items() if "rejected_" in name}
@@ -271,15 +263,16 @@ def _chat(counted: Sequence[Counted]) -> JsonObject:
 
 
 def _pairs(
-    counted: Sequence[Counted], answers: Answers | None, in_block: float
+    counted: Sequence[Counted], counts: Counter[str], answers: Answers | None, in_block: float
 ) -> PairFacts | None:
-    """Return the facts of pairs, or judged answers. in_block: their mean number in a block"""
+    """Return the facts of pairs, or judged answers.
+
+    counts: of all sources together
+    in_block: their mean number in a block
+    """
     if answers is None:
         return None
     judges = answers == "feedback"
-    counts: Counter[str] = Counter()
-    for one in counted:
-        counts.update(one.chat)
     rows = [lengths for one in counted for lengths in one.answers]
     prompt, *each = (
         _tokens(sorted(lengths[n] for lengths in rows)) for n in range(2 if judges else 3)

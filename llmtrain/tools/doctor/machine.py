@@ -133,9 +133,8 @@ def gpus(context: DoctorContext) -> int:
     """Return how many GPUs a run would use on this machine."""
     import torch
 
-    on_cpu = is_true(context.env, "ACCELERATE_USE_CPU") or (
-        context.launch and context.launch.on_cpu
-    )
+    by_file = context.launch is not None and context.launch.on_cpu
+    on_cpu = by_file or is_true(context.env, "ACCELERATE_USE_CPU")
     return torch.cuda.device_count() if torch.cuda.is_available() and not on_cpu else 0
 
 
@@ -225,9 +224,8 @@ def memory(_context: DoctorContext) -> Verdict:
     if total < host.total:
         finding += f" (a limit: the machine has {size(host.total)})"
     if available < _LEAST_MEMORY:
-        return warning(
-            finding, "end other programs: each rank takes about 1 GiB for libraries alone"
-        )
+        remedy = "end other programs: each rank takes about 1 GiB for libraries alone"
+        return warning(finding, remedy)
     return ok(finding)
 
 

@@ -16,15 +16,8 @@ from typing import cast
 
 from llmtrain.config.schema import Config, DistributedConfig
 from llmtrain.config.yaml12 import parse, write
+from llmtrain.distributed.launch import named
 from llmtrain.distributed.launch.environment import family, launch_problems, model_cut
-from llmtrain.distributed.launch.named import (
-    SECTIONS,
-    STAGES,
-    STRATEGIES,
-    example,
-    ignored_problems,
-    unsupported_problems,
-)
 from llmtrain.distributed.plan.memory import Hardware
 from llmtrain.errors import Problem, UserError, raise_any, usable
 from llmtrain.rundir.contents import write_output
@@ -55,7 +48,7 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
         "ACCELERATE_MIXED_PRECISION": str(values.get("mixed_precision", "no")),
     }
     kind = values.get("distributed_type", "NO")
-    for name, section in SECTIONS.items():
+    for name, section in named.SECTIONS.items():
         entries = _section(values, name)
         if entries and kind != "NO" if section.kind is None else kind == section.kind:
             env[section.switch] = "true"
@@ -69,8 +62,8 @@ def variables_of(values: Mapping[str, object], processes: int) -> dict[str, str]
 
 def check_sections(values: Mapping[str, object]) -> Iterator[Problem]:
     """Yield a problem for what accelerate would ignore in a section, or use only for FSDP1."""
-    yield from ignored_problems(values)
-    for name, section in SECTIONS.items():
+    yield from named.ignored_problems(values)
+    for name, section in named.SECTIONS.items():
         entries, kind = _section(values, name), section.kind
         if entries and kind not in (None, values.get("distributed_type")):
             expected = f"no such section: accelerate reads it for distributed_type {kind} alone"
@@ -95,7 +88,7 @@ def _unknown(
         if key in _FSDP1:
             expected = "no such key with fsdp_version 2: it belongs to FSDP1"
             yield Problem(key, value, expected, f"remove it from {section}")
-        elif key not in keys and key != STAGES:
+        elif key not in keys and key != named.STAGES:
             near = [name for name in keys if name.endswith(f"_{key}")]
             near = near or difflib.get_close_matches(key, keys, n=1)
             expected = f"a key of {section} that accelerate knows; it would pass over this one"
@@ -169,7 +162,8 @@ def read_launch_file(path: Path, processes: int | None, config: Config | None = 
     file, problems = parse_launch_file(path, processes)
     env = file.environment
     if config is None:
-        problems += unsupported_problems(env, file.processes, model_cut(env, DistributedConfig()))
+        cut = model_cut(env, DistributedConfig())
+        problems += named.unsupported_problems(env, file.processes, cut)
     else:
         problems += launch_problems(env, {}, config.distributed, config.training)
     raise_any(problems, str(path))
@@ -194,7 +188,7 @@ def parse_launch_file(path: Path, processes: int | None) -> tuple[LaunchFile, li
 
 
 def _values(path: Path) -> dict[str, object]:
-    remedy = f"a file such as {example('ddp')}"
+    remedy = f"a file such as {named.example('ddp')}"
     with usable("--accelerate", str(path), "a readable file of accelerate", remedy):
         document = parse(path.read_text(encoding="utf-8"))
     raise_any(document.problems, str(path))
@@ -204,7 +198,7 @@ def _values(path: Path) -> dict[str, object]:
 
 
 def _kind(values: Mapping[str, object], asked: object) -> Iterator[Problem]:
-    kind, expected, remedy = values.get("distributed_type", "NO"), _SUPPORTED, example("ddp")
+    kind, expected, remedy = values.get("distributed_type", "NO"), _SUPPORTED, named.example("ddp")
     if kind == "MULTI_CPU":
         expected += "; accelerate starts one process for MULTI_CPU"
         remedy = "MULTI_GPU and use_cpu: true"
@@ -269,7 +263,7 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> JsonObje
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_reshard_after_forward": True,
-            **STRATEGIES["fsdp"][strategy],
+            **named.STRATEGIES["fsdp"][strategy],
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": False,
             "fsdp_activation_checkpointing": False,
@@ -277,7 +271,7 @@ def launch_values(strategy: str, hardware: Hardware, precision: str) -> JsonObje
     if engine == "zero":
         several = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
         values["deepspeed_config"] = several | {
-            **STRATEGIES["zero"][strategy],
+            **named.STRATEGIES["zero"][strategy],
             "zero3_init_flag": False,
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",

@@ -121,7 +121,6 @@ def launch(
     """
     env = dict(os.environ if env is None else env)
     _refuse_launcher(env, "leave --accelerate and --processes out")
-    raise_any(environment.launcher_problems(env), "the launch")
     if accelerate_file is None:
         file, wrong = _of_this_machine(processes or 1, env), list[Problem]()
     else:
@@ -147,11 +146,15 @@ def launch(
 
 
 def _refuse_launcher(env: Mapping[str, str], remedy: str) -> None:
-    """Raise UserError if a launcher has started this process: each rank would start all again."""
+    """Raise UserError if a launcher has started this process, or its variables were left behind.
+
+    Each rank would start all again.
+    """
     for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", LAUNCHED):
         if name in env:
             expected = "no launcher around this process: it starts one itself"
             raise UserError(Problem(name, env[name], expected, remedy), where="the launch")
+    raise_any(environment.launcher_problems(env), "the launch")
 
 
 def _written(file: LaunchFile, path: Path, precision: str) -> LaunchFile:
@@ -179,9 +182,8 @@ def _deepspeed_problems(
     if (by_file or environment.family(strategy) == "zero") and find_spec("deepspeed") is None:
         key, value = ("distributed_type", "DEEPSPEED") if by_file else (_KEY, strategy)
         expected = "fsdp2 or ddp: the package deepspeed is not installed"
-        yield Problem(
-            key, value, expected, f"{environment.INSTALL_DEEPSPEED}, or {example('fsdp2')}"
-        )
+        remedy = f"{environment.INSTALL_DEEPSPEED}, or {example('fsdp2')}"
+        yield Problem(key, value, expected, remedy)
 
 
 def plain_launch_problems(config: Config, processes: int, env: Mapping[str, str]) -> list[Problem]:
@@ -289,7 +291,6 @@ def launch_on_machines(
     """
     env = dict(os.environ)
     _refuse_launcher(env, "leave --nodes out")
-    raise_any(environment.launcher_problems(env), "the launch")
     asked = parse_nodes(nodes, processes)
     config = load_config(config_file, overrides)
     file, counts, others = launch_of_nodes(config, accelerate_file, asked, env)
@@ -467,7 +468,9 @@ def train_in_processes(config: Config, processes: int) -> Result:
 
     Raises UserError or RunError by the exit code of the run.
     """
-    raise_any(_problems(processes))
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        expected = "a whole number ≥ 1, or None for this process alone"
+        raise UserError(Problem("processes", processes, expected))
     values = config.model_dump(mode="json", by_alias=True)
     # What was set on a command line, so that the run records it as such.
     overrides = [
@@ -496,11 +499,6 @@ def train_in_processes(config: Config, processes: int) -> Result:
     if not ended.began:  # it was asked to stop before there was a rank
         state, reason = "stopped", "signal"
     return Result(config.run_dir, str(state), 0, reason, int(status.get("step") or 0))
-
-
-def _problems(processes: object) -> Iterator[Problem]:
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        yield Problem("processes", processes, "a whole number ≥ 1, or None for this process alone")
 
 
 def _value(tree: Any, key: str) -> object:

@@ -32,7 +32,6 @@ from llmtrain.data.tokens.encode import DocumentEncoder, Encoded, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention
-from llmtrain.model.attention import on_device, padding_tensors
 from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.model.preference import loss_and_sums
 from llmtrain.model.tokenizer import save_tokenizer
@@ -176,18 +175,17 @@ def score_answers(
     """Return Σ log p of both answers of each pair, or their scores, (N, 2) fp64."""
     attention.rope_by_document(opened.model)
     by_length = attention.rope_change(opened.model) is not None
-    head = examine(opened.model)  # else the logits of a batch would be whole
-    module = LossModule(
-        opened.model, head if isinstance(head, Head) else None, preference=preference
-    )
+    examined = examine(opened.model)  # else the logits of a batch would be whole
+    head = examined if isinstance(examined, Head) else None
+    module = LossModule(opened.model, head, preference=preference)
     sums: list[np.ndarray] = []
     with torch.no_grad():
         for batch in _batches(answers):
             on_progress(sum(len(one) for one in sums), len(answers))
             (inputs, targets), device = _rows(batch), opened.device
-            row: MicroBatch = {"input_ids": on_device(device, inputs)}
+            row: MicroBatch = {"input_ids": attention.on_device(device, inputs)}
             row |= target_keywords(targets, device, whole=False)
-            row |= padding_tensors(targets, device, by_length=by_length, routed=False)
+            row |= attention.padding_tensors(targets, device, by_length=by_length, routed=False)
             row["pairs"] = _asked(targets, device)
             sums.append(module(each=True, **row).double().cpu().numpy())
     return np.concatenate(sums)
@@ -256,8 +254,8 @@ def _asked(labels: np.ndarray, device: torch.device) -> PairTensors:
     lengths, width = trained.sum(axis=1), labels.shape[1]
     behind = width - trained[:, ::-1].argmax(axis=1)  # of each row, the last token of the answer
     return PairTensors(
-        lengths=on_device(device, lengths),
-        sizes=on_device(device, lengths.reshape(-1, 2).astype(np.float64)),
+        lengths=attention.on_device(device, lengths),
+        sizes=attention.on_device(device, lengths.reshape(-1, 2).astype(np.float64)),
         reference=torch.zeros(len(labels) // 2, 2, dtype=torch.float64, device=device),
-        last=on_device(device, np.arange(len(labels)) * width + behind),
+        last=attention.on_device(device, np.arange(len(labels)) * width + behind),
     )

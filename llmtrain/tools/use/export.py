@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from llmtrain import system
 from llmtrain.checkpoint import disk, format as form, read
 from llmtrain.distributed.engines import state
-from llmtrain.distributed.engines.state import ADAPTER
 from llmtrain.errors import Problem, needed_on_disk, raise_any
 from llmtrain.model import tokenizer as tokenizers
 from llmtrain.model.base import Base
@@ -25,8 +26,6 @@ from llmtrain.model.untrusted import ADAPTER_CONFIG, INDEX
 from llmtrain.rundir import record
 from llmtrain.text import harmless
 from llmtrain.tools.use import load, merge, proof
-from llmtrain.tools.use.merge import Weights
-from llmtrain.tools.use.proof import Losses, compare
 from llmtrain.tools.use.target import KEY, Target, find_target
 from llmtrain.types import JsonMapping, JsonObject
 
@@ -49,7 +48,7 @@ class Exported:
     path: Path
     step: int
     files: Mapping[str, int]
-    losses: Losses | None
+    losses: proof.Losses | None
     pushed: str | None
 
     @property
@@ -100,8 +99,9 @@ def export(
     losses = None
     if verify:
         on_progress("loading it in another process")
-        losses = compare(target, partial, dtype)
-    sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in _files(partial)}
+        losses = proof.compare(target, partial, dtype)
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
     with needed_on_disk(out):
         system.sync_directory(*form.parents(partial, sizes))
         partial.rename(out)
@@ -183,7 +183,7 @@ def _write(
     _copy(directory, listed, partial, card(target, dtype, merged=merged))
 
 
-def _weights(target: Target, listed: Collection[str], dtype: str) -> Weights:
+def _weights(target: Target, listed: Collection[str], dtype: str) -> merge.Weights:
     if not target.is_adapter:
         return merge.whole(target.directory, listed, dtype)
     entries = tokenizers.length_of(tokenizers.load(str(target.directory), None))
@@ -191,9 +191,9 @@ def _weights(target: Target, listed: Collection[str], dtype: str) -> Weights:
 
 
 def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
-    stored = load.Stored.of(directory, ADAPTER)
+    stored = load.Stored.of(directory, state.ADAPTER)
     specs = merge.cast_specs(stored.specs, dtype)
-    spec = {ADAPTER: dict(sorted(specs.items()))}
+    spec = {state.ADAPTER: dict(sorted(specs.items()))}
     load.write(partial, spec, lambda name: merge.cast(stored.read(name), dtype))
     names = [name for name in (ADAPTER_CONFIG, BASE_FILE) if (directory / name).exists()]
     _write_small(partial, {name: (directory / name).read_bytes() for name in names})
@@ -201,7 +201,7 @@ def _write_adapter(directory: Path, partial: Path, dtype: str) -> None:
 
 def _copy(directory: Path, listed: Collection[str], partial: Path, readme: str) -> None:
     """Take the tokenizer's files and the generation config as they are; add the card."""
-    ours = {ADAPTER_CONFIG, BASE_FILE, ADAPTER, *_OWN}
+    ours = {ADAPTER_CONFIG, BASE_FILE, state.ADAPTER, *_OWN}
     taken = [name for name in listed if name not in ours and not name.endswith(form.TENSORS)]
     files = {name: (directory / name).read_bytes() for name in taken}
     _write_small(partial, {**files, "README.md": readme.encode()})
@@ -214,17 +214,11 @@ def _write_small(partial: Path, files: Mapping[str, bytes]) -> None:
             sync(disk.new(partial / name, body, len(body)))
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
 def card(target: Target, dtype: str, *, merged: bool) -> str:
     """Return the card of an export.
 
     Files of this machine are named without their directories, since a card is made to be published.
     """
-    from huggingface_hub import ModelCard, ModelCardData
-
     base, scores = _base(target), target.preference.loss == "reward"
     sources: Sequence[JsonMapping] = target.manifest.get("sources", ())
     data = ModelCardData(
@@ -246,7 +240,7 @@ def _lines(
     dtype: str,
     license_: str | None,
 ) -> Iterator[str]:
-    yield f"# {_name(target)}\n"
+    yield f"# {_plain((target.run_dir or target.directory).name)}\n"
     yield "Trained with llmtrain.\n"
     yield "| | |\n|---|---|"
     if base:
@@ -293,8 +287,6 @@ def _base(target: Target) -> Base | None:
 
 def _license(base: Base | None) -> str | None:
     """Return the licence on the base's own card, if it has one on this disk."""
-    from huggingface_hub import ModelCard
-
     path = Path(base.path) / "README.md" if base else None
     if path is None or not path.is_file():
         return None
@@ -308,11 +300,6 @@ def _license(base: Base | None) -> str | None:
 def _hub_id(path: str) -> str | None:
     """Return a Hub id; None for a directory of this machine."""
     return None if Path(path).exists() or path.startswith((".", "/", "~")) else path
-
-
-def _name(target: Target) -> str:
-    run = target.run_dir.name if target.run_dir else target.directory.name
-    return _plain(run)
 
 
 def _plain(text: str) -> str:

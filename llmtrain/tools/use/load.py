@@ -265,12 +265,11 @@ def _lora_config(directory: Path) -> LoraConfig:
         known = _AdapterSettings.model_validate(settings)
     except ValidationError as error:
         wrong = {str(one["loc"][0]): one for one in error.errors()}  # one for each key
-        raise UserError(
-            *(
-                Problem(f"{file}: {key}", json.dumps(one["input"])[:_LONGEST], one["msg"])
-                for key, one in wrong.items()
-            )
-        ) from error
+        problems = (
+            Problem(f"{file}: {key}", json.dumps(one["input"])[:_LONGEST], one["msg"])
+            for key, one in wrong.items()
+        )
+        raise UserError(*problems) from error
     raise_any(_unsupported(file, settings))
     given = known.model_dump(include=settings.keys() & _AdapterSettings.model_fields.keys() - _IDLE)
     with _read_by_peft(file):

@@ -28,7 +28,6 @@ from llmtrain.model.base import Base
 from llmtrain.model.shape import on_meta
 from llmtrain.model.tokenizer import longer
 from llmtrain.tools.use import load
-from llmtrain.tools.use.load import Stored, base_directory, config_below, config_of, rows_of
 from llmtrain.tools.use.target import Target, are_held, round_weight
 from llmtrain.types import DTYPES, TensorSpec
 
@@ -74,7 +73,7 @@ def whole(directory: Path, listed: Collection[str], dtype: str) -> Weights:
 
     Raises UserError if a tensor is missing or has another shape.
     """
-    config = config_of(directory)
+    config = load.config_of(directory)
     weights = _tensors(on_meta(config))
     stored = load.of_model(directory, listed)
     if not _fits(stored, weights):
@@ -95,21 +94,20 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
 
     Raises UserError if the adapter does not fit, has what cannot be merged, or its base is gone.
     """
-    directory, base = target.directory, base_directory(target.directory)
-    config = config_below(target, base)
+    directory, base = target.directory, load.base_directory(target.directory)
+    config = load.config_below(target, base)
     read_base = _open_base(base, config)
     text = config.get_text_config()
-    text.vocab_size = rows_of(target, entries, text.vocab_size)
+    text.vocab_size = load.rows_of(target, entries, text.vocab_size)
     skeleton = on_meta(config)
     weights = _tensors(skeleton)
     first = {id(one): name for name, one in skeleton.named_parameters()}
     every = skeleton.named_parameters(remove_duplicate=False)
     # Each further name of a tied parameter → its first name.
     tied = {name: first[id(one)] for name, one in every if first[id(one)] != name}
-    in_four_bits = are_held(target.state)
-    rounded = (
-        {f"{name}.weight" for name in trainable.linear_layers(skeleton)} if in_four_bits else ()
-    )
+    rounded: set[str] = set()
+    if are_held(target.state):
+        rounded = {f"{name}.weight" for name in trainable.linear_layers(skeleton)}
     layers, replaced = _layers(skeleton, directory)
     for name in layers.keys() - weights.keys() - tied.keys():  # of stacked experts, by name
         raise _unmergeable(directory, next(iter(layers[name].parts.values())))
@@ -117,7 +115,7 @@ def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
     if apart:
         config.tie_word_embeddings = text.tie_word_embeddings = False
     weights |= {name: weights[tied[name]] for name in apart}
-    stored = Stored.of(directory, ADAPTER)
+    stored = load.Stored.of(directory, ADAPTER)
 
     def read(name: str) -> Tensor:
         if file := replaced.get(name):
@@ -204,7 +202,7 @@ def _open_base(base: Path, config: PreTrainedConfig) -> Callable[[str], Tensor]:
     return lambda name: values[name].detach().clone()
 
 
-def _fits(stored: Stored, weights: Mapping[str, Tensor]) -> bool:
+def _fits(stored: load.Stored, weights: Mapping[str, Tensor]) -> bool:
     shapes = {name: spec.shape for name, spec in stored.specs.items()}
     return all(shapes.get(name) == tuple(tensor.shape) for name, tensor in weights.items())
 

@@ -24,21 +24,12 @@ from safetensors import SafetensorError
 from llmtrain.config.load import load_config
 from llmtrain.config.schema import PreferenceConfig
 from llmtrain.data import heldout
-from llmtrain.data.heldout import HeldOut
 from llmtrain.data.manifest import glance
 from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, tokenizer as tokenizers
-from llmtrain.model.attention import (
-    document_tensors,
-    kernels,
-    needed_rows,
-    on_device,
-    padding_tensors,
-)
 from llmtrain.model.loss import Head, LossModule, examine
 from llmtrain.rundir import contents, record, reference
-from llmtrain.rundir.reference import Column, DamagedColumnError
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.text import first_line
 from llmtrain.tools.use.load import LoadedModel
@@ -69,7 +60,7 @@ class HeldOutOfRun:
     """
 
     run_dir: Path
-    held: HeldOut
+    held: heldout.HeldOut
     seq_len: int
     packing: str
     document_mask: bool
@@ -142,7 +133,7 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) 
     _check_tokenizer(opened, measured)
     start, device, seq_len = time.perf_counter(), opened.device, measured.seq_len
     single = measured.packing == "single"
-    with torch.no_grad(), kernels(measured.kernel), _threads(measured.threads):
+    with torch.no_grad(), attention.kernels(measured.kernel), _threads(measured.threads):
         hiding = None
         if measured.hides_documents:
             forward = bare_forward(opened.model, device, measured.precision)
@@ -157,10 +148,10 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) 
 
         def hidden(labels: np.ndarray, starts: Sequence[np.ndarray]) -> MicroBatch:
             if hiding is not None:
-                return document_tensors(starts, seq_len, hiding, device)
+                return attention.document_tensors(starts, seq_len, hiding, device)
             if single:
                 by_length = attention.rope_change(opened.model) is not None
-                return padding_tensors(labels, device, by_length=by_length, routed=False)
+                return attention.padding_tensors(labels, device, by_length=by_length, routed=False)
             return {}
 
         how = (device, cast, hidden, on_progress)
@@ -191,7 +182,7 @@ def _score_tokens(
     held, seq_len, single = measured.held, measured.seq_len, measured.packing == "single"
 
     def shown(labels: np.ndarray) -> int:
-        return needed_rows(labels) if single else seq_len
+        return attention.needed_rows(labels) if single else seq_len
 
     how = (device, rank_layout(0, 1), model, shown, hidden)
     scored = [
@@ -221,12 +212,12 @@ def _score_pairs(
             behind = targets  # the last label, or, where a score is read behind it, that position
             if asked.loss == "reward":
                 behind = np.concatenate([targets[:, :1], targets[:, :-1]], axis=1)
-            width = needed_rows(behind)
+            width = attention.needed_rows(behind)
             inputs, targets = inputs[:, :width], targets[:, :width]
         pairs = held.pairs_of(blocks, seq_len)
         known = np.zeros((len(pairs.keys), 2)) if column is None else column.of(pairs.keys)
         arguments = (pairs, targets, slice(None), known, asked, device)
-        row: MicroBatch = {"input_ids": on_device(device, inputs)}
+        row: MicroBatch = {"input_ids": attention.on_device(device, inputs)}
         row |= target_keywords(targets, device, whole=False) | hidden(targets, starts)
         row["pairs"] = pair_tensors(*arguments, halves=single)
         parts = torch.from_numpy(held.pair_parts(blocks, seq_len))
@@ -235,7 +226,7 @@ def _score_pairs(
     return pair_result(sums.tolist(), held)
 
 
-def _reference(run_dir: Path) -> Column:
+def _reference(run_dir: Path) -> reference.Column:
     """Return what the pairs of a run were worth to its reference."""
     path = run_dir / contents.REFERENCE
     starts = (line for line in record.record(run_dir) if line["kind"] == "start")
@@ -245,7 +236,7 @@ def _reference(run_dir: Path) -> Column:
         if not digests or column.continues(digests[-1]):
             return column
         why = f"its digest is {column.digest}, not {digests[-1]}"
-    except (DamagedColumnError, OSError) as error:
+    except (reference.DamagedColumnError, OSError) as error:
         why = first_line(error)
     expected = f"the reference of the run's pairs ({why})"
     remedy = "put the file back; --data PAIRS --reference MODEL compares without it"

@@ -14,28 +14,28 @@ An export that was proved may be uploaded, to a private repository of the Hub, w
 environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
+from torch.nn import functional as F
+from transformers import AutoConfig, PreTrainedModel
 
 from llmtrain.data import heldout
 from llmtrain.data.manifest import glance
 from llmtrain.errors import Problem, RunError, UserError
+from llmtrain.model.scorer import auto_class, is_scorer
 from llmtrain.model.untrusted import ADAPTER_CONFIG
 from llmtrain.rundir import contents
 from llmtrain.text import first_line
 from llmtrain.tools.use.target import Target, refusals
-from llmtrain.types import JsonObject
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-    from transformers import PreTrainedModel
+from llmtrain.types import NOT_TRAINED, JsonObject
 
 _BLOCKS = 8
 _MADE_UP = (2, 32)  # blocks and positions where a run held nothing out
@@ -109,12 +109,6 @@ def _loss(directory: Path, asked: JsonObject) -> float:
 
     The model is gone from memory then.
     """
-    import torch
-    from torch.nn import functional as F
-
-    from llmtrain.model.scorer import is_scorer
-    from llmtrain.types import NOT_TRAINED
-
     model, total, count = _load(directory, asked["state"]), 0.0, 0
     with torch.no_grad():
         for row, targets in zip(asked["ids"], asked["labels"], strict=True):
@@ -130,17 +124,10 @@ def _loss(directory: Path, asked: JsonObject) -> float:
 
 
 def _load(directory: Path, state: JsonObject) -> PreTrainedModel:
-    import torch
-
     if (directory / ADAPTER_CONFIG).is_file():
         from llmtrain.tools.use.load import open_model
-        from llmtrain.tools.use.target import Target
 
         return open_model(Target(str(directory), directory, None, state)).model
-    from transformers import AutoConfig
-
-    from llmtrain.model.scorer import auto_class
-
     made = auto_class(AutoConfig.from_pretrained(directory, trust_remote_code=False))
     model: PreTrainedModel = made.from_pretrained(
         directory, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
@@ -161,8 +148,6 @@ def check_repository(name: str) -> None:
 
     It asks the Hub, before anything is written. A token in a file of the Hub's client is not used.
     """
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     if not os.environ.get(_TOKEN):
         remedy = f"export {_TOKEN}=…, a token that may write"
         raise UserError(Problem(KEY, name, f"a token in {_TOKEN}", remedy))
@@ -192,8 +177,6 @@ def upload(directory: Path, name: str) -> str:
 
 
 def _api() -> HfApi:
-    from huggingface_hub import HfApi
-
     return HfApi(token=os.environ[_TOKEN])
 
 

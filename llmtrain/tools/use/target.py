@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from huggingface_hub import errors, snapshot_download
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -128,8 +129,6 @@ def download(name: str, revision: str | None) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    from huggingface_hub import snapshot_download
-
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         directory = snapshot_download(
@@ -142,8 +141,6 @@ def download(name: str, revision: str | None) -> Path:
 
 def refusals() -> tuple[type[Exception], ...]:
     """Return the errors with which the Hub refuses, or cannot be reached."""
-    from huggingface_hub import errors
-
     of_client = errors.HTTPError  # type: ignore[attr-defined]  # not in its list of names
     by_name = errors.HFValidationError, errors.RevisionResolutionError
     return errors.HfHubHTTPError, *by_name, of_client, OSError
@@ -198,9 +195,7 @@ def are_held(state: JsonMapping) -> bool:
 
 def round_layers(model: PreTrainedModel, state: JsonMapping) -> None:
     """Round the weights of a model in place, as `round_weight` does."""
-    from llmtrain.model.trainable import linear_layers
-
-    for name in linear_layers(model):
+    for name in trainable.linear_layers(model):
         weight = model.get_submodule(name).weight
         weight.data = round_weight(weight.data, state)
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmtrain import export
 from llmtrain.errors import RunError, UserError
 from llmtrain.rundir import contents
+from llmtrain.tools.use import proof
 
 
 @pytest.fixture(scope="module")
@@ -502,10 +503,8 @@ def token(monkeypatch):
 def test_a_push_goes_to_a_private_repository_with_the_token_of_the_environment(
     run, tmp_path, monkeypatch, token, private
 ):
-    import huggingface_hub
-
     hub = Hub(private)
-    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    monkeypatch.setattr(proof, "HfApi", hub)
     found = export(run, tmp_path / "out", push="owner/name", verify=False)
     assert {call[1] for call in hub.calls if call[0] == "token"} == {"a-token-of-the-environment"}
     assert hub.calls[-2] == ("create", "owner/name", True)
@@ -516,10 +515,8 @@ def test_a_push_goes_to_a_private_repository_with_the_token_of_the_environment(
 def test_an_adapter_alone_on_a_directory_of_this_machine_is_not_pushed(
     tmp_path, monkeypatch, token
 ):
-    import huggingface_hub
-
     hub = Hub(True)
-    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    monkeypatch.setattr(proof, "HfApi", hub)
     base = base_of(tmp_path, used.model())
     run, _ = adapter_run(tmp_path, base)
     with pytest.raises(UserError, match="an adapter whose base is on the Hub") as caught:
@@ -534,9 +531,7 @@ def test_an_adapter_alone_on_a_directory_of_this_machine_is_not_pushed(
 
 
 def test_a_push_to_a_public_repository_is_refused(run, tmp_path, monkeypatch, token):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub(False))
+    monkeypatch.setattr(proof, "HfApi", Hub(False))
     with pytest.raises(UserError, match="a private repository"):
         export(run, tmp_path / "out", push="owner/name", verify=False)
     assert not (tmp_path / "out").exists()

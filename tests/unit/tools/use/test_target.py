@@ -82,11 +82,9 @@ def test_a_state_that_is_no_json_is_refused(run):
 
 
 def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
-    import huggingface_hub
-
     asked = []
     monkeypatch.setattr(
-        huggingface_hub,
+        target,
         "snapshot_download",
         lambda name, **options: asked.append((name, options["revision"])) or str(tmp_path),
     )
