@@ -22,7 +22,6 @@ https://kellerjordan.github.io/posts/muon; size of an update: Liu et al. 2025, a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, assert_never
 
@@ -141,16 +140,6 @@ _NEVER_DECAYED = (_TOKEN_ROWS, "lora_B", "lora_magnitude_vector")
 _DEFAULT = -1  # in place of the number of an entry of `optimizer.groups`
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Parameters with the same algorithm, learning rate and weight decay."""
-
-    algorithm: Algorithm
-    learning_rate: float
-    weight_decay: float
-    parameters: Sequence[Parameter]
-
-
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, *, fused: bool = True
 ) -> torch.optim.Optimizer:
@@ -161,15 +150,7 @@ def make_optimizer(
 
     Raises UserError as `arrange` does, and if a package is missing.
     """
-    groups = [
-        {
-            "params": list(group.parameters),
-            "lr": group.learning_rate,
-            "weight_decay": group.weight_decay,
-            "algorithm": group.algorithm,
-        }
-        for group in arrange(model, config)
-    ]
+    groups = arrange(model, config)
     match config.name:
         case "adamw":
             return _adamw(groups, config.betas, fused=fused)
@@ -224,11 +205,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
 def algorithms(config: OptimizerConfig, model: nn.Module) -> dict[int, Algorithm]:
     """Return what updates each trainable parameter, by the parameter's id. Raises as `arrange`."""
     groups = arrange(model, config)
-    return {id(parameter): one.algorithm for one in groups for parameter in one.parameters}
+    return {id(parameter): one["algorithm"] for one in groups for parameter in one["params"]}
 
 
-def arrange(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
-    """Divide the trainable parameters into groups; each is in one, and a tied one counts once.
+def arrange(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Divide the trainable parameters into the groups of an optimizer.
+
+    Each is in one, and a tied one counts once.
 
     A parameter belongs to the first entry of `optimizer.groups` that matches one of its names. What
     that entry leaves open is as for all others: parameters with fewer than two dimensions (norms,
@@ -263,8 +246,8 @@ def arrange(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
             asked = config.groups[entry]
             rate = rate if asked.learning_rate is None else asked.learning_rate
             decay = decay if asked.weight_decay is None else asked.weight_decay
-        parameters = members[entry, algorithm, undecayed]
-        groups.append(ParameterGroup(algorithm, rate, decay, parameters))
+        group = {"params": members[entry, algorithm, undecayed], "lr": rate, "weight_decay": decay}
+        groups.append(group | {"algorithm": algorithm})
     return groups
 
 
