@@ -100,7 +100,7 @@ def build_model(
     compiled = frozen.decide_compile(config, processes, document_mask=data.document_mask)
     built = _build(config, processes, resume_point, begins=begins)
     if processes.base is not None:
-        on_rank_zero(launched.ranks, lambda: _keep_generation(built, resume_point))
+        on_rank_zero(launched.ranks, lambda: _keep_generation(built.model, resume_point))
     if data.chat is not None:
         end_turns(built.model, data.chat.ends)
     shape.apply_checkpointing(built.model, processes.planned.layout.activation_checkpointing)
@@ -163,16 +163,13 @@ def end_turns(model: PreTrainedModel, tokens: Sequence[int]) -> None:
         config.eos_token_id = [*ends, *(token for token in tokens if token not in ends)]
 
 
-def _keep_generation(built: Built, resume_point: ResumePoint | None) -> None:
-    """Give the model the generation config of what the run began with, which rank 0 saves.
+def _keep_generation(model: PreTrainedModel, resume_point: ResumePoint | None) -> None:
+    """Give the model the generation config of the checkpoint, which rank 0 saves again.
 
     A model that is made from its config alone has none of its end tokens.
     """
-    saved = resume_point.path / GENERATION_CONFIG_NAME if resume_point else None
-    if saved is not None and saved.is_file():
-        built.model.generation_config = GenerationConfig.from_pretrained(saved.parent)
-    elif built.full_model is not None:
-        built.model.generation_config = built.full_model.generation_config
+    if resume_point and (resume_point.path / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(resume_point.path)
 
 
 def _build(
