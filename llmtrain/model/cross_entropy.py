@@ -246,9 +246,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *others: Any,  # labels, token_weights, settings
     ) -> Tensor:
         rows = _in_rows(hidden, weight, bias, *others)
-        for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
-        wanted = _Wanted(for_hidden, for_weight, bias is not None and for_bias)
-        losses, ctx.made = _losses(rows, wanted)
+        losses, ctx.made = _losses(rows, _Wanted(*ctx.needs_input_grad[:3]))
         ctx.shape = hidden.shape
         return losses.sum()
 
@@ -307,8 +305,7 @@ class _LogProbs(torch.autograd.Function):
             with torch.autocast(device, dtype, enabled=enabled):
                 hidden, weight, bias, labels = ctx.saved_tensors
                 rows = _in_rows(hidden, weight, bias, labels, None, ctx.settings)
-            for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
-            wanted = _Wanted(for_hidden, for_weight, for_bias)
+            wanted = _Wanted(*ctx.needs_input_grad[:3])
             _, made = _losses(rows._replace(factors=factors), wanted)
         for_hidden = None if made.hidden is None else made.hidden.view(ctx.shape)
         return for_hidden, made.weight, made.bias, None, None
