@@ -86,12 +86,6 @@ def data_state(run: Run, step: int, rank_states: list[JsonObject]) -> DataState:
     )
 
 
-def cursors_line(run: Run, step: int, rank_states: list[JsonObject]) -> bytes:
-    """Return the stream's state as a line of `cursors.jsonl`."""
-    where = {"step": step, "weights": run.data.manifest.weights}
-    return _encode(where | data_state(run, step, rank_states).to_json())
-
-
 def record_cursors(run: Run, step: int, line: bytes) -> None:
     """Append a line to `cursors.jsonl`, which keeps the states of deleted checkpoints too."""
     try:
@@ -101,8 +95,11 @@ def record_cursors(run: Run, step: int, line: bytes) -> None:
         run.journal.event("cursors_not_noted", step, reason=str(error))
 
 
-def small_files(run: Run, step: int, rank_states: list[JsonObject]) -> dict[str, bytes]:
-    """Return name → content of every file of the checkpoint that is not a tensor file."""
+def small_files(run: Run, step: int, data: JsonObject) -> dict[str, bytes]:
+    """Return name → content of every file of the checkpoint that is not a tensor file.
+
+    data: the stream's state
+    """
     bound = run.processes.bound.binding
     trainer_state = {
         "format": form.FORMAT,
@@ -110,7 +107,7 @@ def small_files(run: Run, step: int, rank_states: list[JsonObject]) -> dict[str,
         "step": step,
         "tokens": run.meter.tokens,
         "sources": dict(run.meter.sources),
-        "data": data_state(run, step, rank_states).to_json(),
+        "data": data,
         "weights": run.data.manifest.weights,
         "config_digest": hashlib.sha256(_encode(bound)).hexdigest(),
         "config": bound,
@@ -268,7 +265,9 @@ def _begin(
         run.journal.sync()  # the lines up to this step must be on disk before the manifest is
         if not rank_states:
             return {}, b""
-        return small_files(run, step, rank_states), cursors_line(run, step, rank_states)
+        data = data_state(run, step, rank_states).to_json()
+        where = {"step": step, "weights": run.data.manifest.weights}
+        return small_files(run, step, data), _encode(where | data)
 
     outcome = captured(small)
     if failures := run.ranks.vote(outcome.error).failures:
