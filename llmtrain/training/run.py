@@ -314,7 +314,6 @@ class Run:
     """One start of a run.
 
     found: the checkpoint that it resumes from, None in a new run
-    first_step: number of steps that were finished when it began
     built: the model
     feed: the state on the host that each step changes, such as the number of finished steps
     checkpoints: how it saves, and the checkpoint in flight
@@ -322,7 +321,6 @@ class Run:
 
     config: Config
     found: ResumePoint | None
-    first_step: int
     processes: Processes
     data: DataSide
     built: ModelSide

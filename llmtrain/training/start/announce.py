@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def announce(run: Run) -> None:
     """Record the start of the run, and log a summary."""
-    processes, journal, first = run.processes, run.journal, run.first_step
+    processes, journal, first = run.processes, run.journal, run.step
     on_rank_zero(run.ranks, processes.auto.save)
     journal.step = first
     values = bind(run.config).values  # computed again, since the length in steps is known now
@@ -76,7 +76,7 @@ def _facts(run: Run) -> JsonObject:
 
 def ready(run: Run, seconds: float) -> None:
     """Log the last line of the start block. seconds: how long the start took."""
-    step, steps = f"{run.first_step:,}", f"{run.steps:,}"
+    step, steps = f"{run.step:,}", f"{run.steps:,}"
     _log.info("ready     step %s of %s after %.1f s of start-up", step, steps, seconds)
     if run.device.type == "cuda":
         run.journal.progress.device_gb = run.processes.planned.hardware.device_bytes / 2**30
@@ -85,7 +85,7 @@ def ready(run: Run, seconds: float) -> None:
 
 def report_changes(run: Run, place: ClaimedRun) -> None:
     """Report what has changed since earlier starts, or may be unexpected."""
-    event, first = run.journal.event, run.first_step
+    event, first = run.journal.event, run.step
     processes, saved = run.processes, run.found.state if run.found else None
     if place.lock and place.lock.takeover:
         event("lock_taken_over", first, reason=place.lock.takeover)
@@ -109,11 +109,11 @@ def report_changes(run: Run, place: ClaimedRun) -> None:
         event("changes_accepted", first, keys=keys, data=list(run.data.changed))
     if place.steps not in (None, run.steps):
         # Report that the length of the run has changed, on which most schedules depend.
-        config, step = run.config.optimizer, run.first_step + 1
+        config, step = run.config.optimizer, run.step + 1
         old, new = (learning_rate(config, n, min(step, n)) for n in (place.steps, run.steps))
         rates = {"learning_rate_before": old, "learning_rate": new}
         lengths = {"steps_before": place.steps, "steps": run.steps}
-        run.journal.event("length_changed", run.first_step, **lengths, **rates)
+        run.journal.event("length_changed", run.step, **lengths, **rates)
         _log.info(
             "the run is %s steps long, not %s: at step %s the learning rate is %.3g, not %.3g",
             *(f"{run.steps:,}", f"{place.steps:,}", f"{step:,}", new, old),
@@ -145,7 +145,7 @@ def _sizes(run: Run) -> tuple[int, int]:
 
 def _accumulation(run: Run) -> int:
     """Return the number of micro-batches of the next step on one rank."""
-    blocks = run.config.training.batch.of(run.first_step + 1)
+    blocks = run.config.training.batch.of(run.step + 1)
     return blocks // run.layout.data_size // run.built.micro_batch_size
 
 
@@ -167,10 +167,10 @@ def _summary(run: Run, trainable: int) -> list[str]:
     for elsewhere in (f"{strategy}, ", f"micro-batch {run.built.micro_batch_size}, ", "is "):
         why = why.removeprefix(elsewhere)
     plan, device_bytes = run.processes.planned.memory, run.processes.planned.hardware.device_bytes
-    column, size = run.data.reference, training.batch.of(run.first_step + 1)
+    column, size = run.data.reference, training.batch.of(run.step + 1)
     known = column is not None and column.pairs_a_block
     pairs = f" ≈ {known * size:.1f} pairs" if known else ""
-    grows = training.batch.later(run.first_step + 1)
+    grows = training.batch.later(run.step + 1)
     memory = f"{plan.total_bytes / 2**30:.2f}" if plan else "an unknown part"
     memory += f" of {device_bytes / 2**30:.1f} GiB"
     recompute = run.processes.planned.layout.activation_checkpointing

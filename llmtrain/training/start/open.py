@@ -171,7 +171,6 @@ def _assemble(
     return Run(
         config=config,
         found=resume_point,
-        first_step=first,
         processes=processes,
         data=data,
         built=model,

@@ -268,7 +268,7 @@ class _Pass:
         left = set(range(layout.data_rank % apart, manifest.lanes, apart))
         ends = before.cursors[..., 0] + np.where(before.cursors.any(-1), 2, 1)  # (L, sources)
         with closing(stream):
-            for number in range(run.first_step + 1, run.steps + 1):
+            for number in range(run.step + 1, run.steps + 1):
                 faults.hit("reference.step", step=number)
                 batch = agreed(run.ranks, lambda: next(stream))
                 system.beat("a step of the reference", number, run.steps)
