@@ -8,27 +8,22 @@ row. With packing single each half of a block is a row of its own, `seq_len` / 2
                               x r r · · · ·
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmtrain.config.schema import PreferenceConfig
+from llmtrain.data.heldout import HeldOut
 from llmtrain.distributed.ranks import sum_over_ranks
 from llmtrain.model.attention import on_device
 from llmtrain.model.preference import loss_and_sums
 from llmtrain.pairs import PAIR_SLOTS, Pairs, PairTensors, pair_figures
+from llmtrain.training.run import Run
 from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
-
-if TYPE_CHECKING:
-    from llmtrain.data.heldout import HeldOut
-    from llmtrain.training.run import Run
-
 
 Rows = TypeVar("Rows", np.ndarray, Tensor)
 

@@ -11,14 +11,12 @@ Each step changes one of them, this rank's blocks and how many are consumed:
                                         └───► put_back       data failed: nothing has happened
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +43,7 @@ from llmtrain.distributed.engines.engine import Engine
 from llmtrain.distributed.plan.memory import Hardware, Layout, MemoryPlan
 from llmtrain.metrics.meter import Meter
 from llmtrain.model.base import Base
+from llmtrain.model.loss import LossModule
 from llmtrain.rundir.reference import Column
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.system import CpuCount
@@ -63,9 +62,6 @@ from llmtrain.types import (
     Ranks,
     Spec,
 )
-
-if TYPE_CHECKING:
-    from llmtrain.model.loss import LossModule
 
 _log = logging.getLogger(__name__)
 
