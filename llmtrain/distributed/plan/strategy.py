@@ -58,6 +58,12 @@ def missing(planned: MemoryPlan, hardware: Hardware) -> int:
     return max(0, lacking)
 
 
+def counted(count: Count, work: Work, layout: Layout, hardware: Hardware) -> Saved:
+    """Return what the forward of a sequence keeps on a device in this layout."""
+    arithmetic = arithmetic_of(layout.strategy, work.precision)
+    return count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
+
+
 # Whether a model and the config of its run allow that it is cut so.
 Cuts = Callable[[ModelCut], bool]
 
@@ -81,21 +87,18 @@ def remedy(
     def fits(saved: Saved, work: Work, layout: Layout, hardware: Hardware) -> bool:
         return not missing(memory(shape, saved, work, layout, hardware), hardware)
 
-    arithmetic, tensor = arithmetic_of(layout.strategy, work.precision), hardware.cut.tensor
-    saved = count(arithmetic, layout.activation_checkpointing, tensor)
+    saved = counted(count, work, layout, hardware)
     planned = memory(shape, saved, work, layout, hardware)
     if planned.total_bytes <= hardware.device_bytes:
         return f"a host with {_whole_gib(planned.host_bytes)} GiB of memory for each node"
     for words, changed in _other_layouts(layout, recomputes=shape.recomputes):
-        recounted = count(arithmetic, changed.activation_checkpointing, tensor)
-        if fits(recounted, work, changed, hardware):
+        if fits(counted(count, work, changed, hardware), work, changed, hardware):
             return words
     for words, changed, smaller in _other_cuts(work, layout, hardware):
         known = (work, changed, smaller)  # first what needs no count: it takes half a second
-        if fits(Saved(0, 0, 0, 0), *known) and cuts(smaller.cut):
-            recounted = count(arithmetic, layout.activation_checkpointing, smaller.cut.tensor)
-            if fits(recounted, *known):
-                return words
+        may_fit = fits(Saved(0, 0, 0, 0), *known) and cuts(smaller.cut)
+        if may_fit and fits(counted(count, *known), *known):
+            return words
     length = work.seq_len // 2
     while length >= _SHORTEST:
         shorter = replace(work, seq_len=length)
@@ -293,9 +296,8 @@ def _candidates(
     if not shape.recomputes:
         kinds = ("none",)
     for checkpointing in (asked,) if asked else kinds:
-        arithmetic, tensor = arithmetic_of(strategy, work.precision), hardware.cut.tensor
-        saved = count(arithmetic, checkpointing, tensor)
         layouts = list(_layouts(strategy, checkpointing, work, hardware))
+        saved = counted(count, work, layouts[0], hardware)
         estimated = [_estimate(shape, saved, work, one, hardware) for one in layouts]
         fitting = [one for one in estimated if one.fits]
         if fitting:

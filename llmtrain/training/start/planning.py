@@ -41,6 +41,7 @@ from llmtrain.distributed.plan.strategy import (
     Choice,
     Cuts,
     choose_strategy,
+    counted,
     layout_in_words,
     missing,
     remedy,
@@ -364,8 +365,7 @@ def _prefer_frozen(
         return planned
     share = asked.global_batch_size // hardware.groups
     layout = replace(layout, accumulation=share // layout.micro_batch_size)
-    arithmetic = memory.arithmetic_of(layout.strategy, asked.precision)
-    saved = count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
+    saved = counted(count, asked, layout, hardware)
     needed = memory.memory(planned.shape, saved, asked, layout, hardware)
     before = f"{layout_in_words(layout)} as an earlier start froze it (auto.json)"
     if lacking := missing(needed, hardware):
@@ -463,8 +463,7 @@ def _compare(config: Config, processes: Processes, error: Exception) -> Problem 
     micro = processes.auto.micro_batch_size or layout.micro_batch_size  # as it was found by trying
     share = asked.global_batch_size // processes.launched.layout.data_size
     layout = replace(layout, micro_batch_size=micro, accumulation=share // micro)
-    arithmetic = memory.arithmetic_of(layout.strategy, asked.precision)
-    saved = model.count(arithmetic, layout.activation_checkpointing, hardware.cut.tensor)
+    saved = counted(model.count, asked, layout, hardware)
     plan = memory.memory(model.shape, saved, asked, layout, hardware)
     peak, more = peak_bytes(processes.launched.device), asked_bytes(str(error))
     # The run needs at least what it had and asked for; the device refused it, so it was too much.
