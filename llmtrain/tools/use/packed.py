@@ -37,7 +37,7 @@ from llmtrain.tools.use.target import with_other_tokenizer
 from llmtrain.training.evaluate import result, rounds_of, score_blocks
 from llmtrain.training.pairs import Scores, in_halves, pair_result, pair_tensors, pair_totals
 from llmtrain.training.start.planning import launch_kind
-from llmtrain.training.start.trials import bare_forward, find_hiding
+from llmtrain.training.start.trials import Tried, bare_forward, find_hiding
 from llmtrain.training.step import target_keywords
 from llmtrain.types import Evaluation, JsonMapping, MicroBatch, cut_of, rank_layout
 
@@ -137,8 +137,8 @@ def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) 
         hiding = None
         if measured.hides_documents:
             forward = bare_forward(opened.model, device, measured.precision)
-            kind = (device, measured.precision, seq_len)
-            hiding = find_hiding(opened.model, forward, *kind, chat=measured.has_chat)
+            tried = Tried(opened.model, forward, device, measured.precision, seq_len)
+            hiding = find_hiding(tried, chat=measured.has_chat)
         module = _loss(opened, measured)
 
         def cast(**given: Any) -> torch.Tensor:

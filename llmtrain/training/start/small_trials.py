@@ -60,10 +60,9 @@ def why_apart(config: PreTrainedConfig, seq_len: int) -> str:
         return _known[key]
     seen, model = "", _tried(config, seq_len)
     if model is not None:
+        forward = trials.bare_forward(model, _CPU, "fp32")
         with torch.no_grad():
-            seen = trials.what_is_seen(
-                model, trials.bare_forward(model, _CPU, "fp32"), _CPU, "fp32", seq_len
-            )
+            seen = trials.what_is_seen(trials.Tried(model, forward, _CPU, "fp32", seq_len))
     _known[key] = seen
     return seen
 
@@ -81,8 +80,9 @@ def check_small_parts(config: PreTrainedConfig, launched: Launched, seq_len: int
     if backend(model) == attention.NAME:
         attention.use(model, attention.NAME, sequence.exchanged(attention.attention, group))
         forward = trials.bare_forward(model.to(device), device, "fp32")
+        tried = trials.Tried(model, forward, device, "fp32", seq_len)
         with torch.no_grad():
-            reason = trials.why_not_in_parts(model, forward, "fp32", launched, seq_len)
+            reason = trials.why_not_in_parts(tried, launched)
     else:
         reason = attention.why_not(model, seq_len, compare=True)
     agreed(launched.ranks, lambda: raise_any(sequence.refusal(reason, launched.cut)))

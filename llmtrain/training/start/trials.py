@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,26 @@ _log = logging.getLogger(__name__)
 
 Forward = Callable[..., Tensor]
 
+
+class Tried(NamedTuple):
+    """A model whose rows are tried.
+
+    model: the bare model, with its attention installed, in evaluation mode without gradients
+    forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
+    seq_len: positions of a block
+
+    Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
+    rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
+    module, which is collective: every rank makes the same number of forwards.
+    """
+
+    model: PreTrainedModel
+    forward: Forward
+    device: torch.device
+    precision: str
+    seq_len: int
+
+
 # Two bounds for each precision, relative to the largest logit: on the difference between packed and
 # separate logits, and on the change when another document changes. Measured on 40 architectures:
 # those that hide documents differed by up to 6e-7 in fp32 and 1.6e-2 in bf16 (which rounds each
@@ -89,19 +109,19 @@ def hiding_attention(
     prepared: the module that the engine made of it
     """
     forward = _forward(model, prepared, precision, launched)
+    tried = Tried(model, forward, launched.device, precision, manifest.seq_len)
     if launched.groups.sequence is not None:
         with launched.engine.evaluating(), uncompiled():
-            reason = why_not_in_parts(model, forward, precision, launched, manifest.seq_len)
+            reason = why_not_in_parts(tried, launched)
         agreed(launched.ranks, lambda: raise_any(sequence.refusal(reason, launched.cut)))
     if not manifest.document_mask:
         return None
-    tried = (model, forward, launched.device, precision, manifest.seq_len)
 
     def check() -> str | None:
         with launched.engine.evaluating(), uncompiled():  # its shapes never come again
             if manifest.hides_documents:
-                return find_hiding(*tried, chat=manifest.chat is not None)
-            check_padding(*tried)
+                return find_hiding(tried, chat=manifest.chat is not None)
+            check_padding(tried)
             return None
 
     return agreed(launched.ranks, check)
@@ -117,22 +137,20 @@ def _forward(
     return partial(prepared, all_logits=True)
 
 
-def why_not_in_parts(
-    model: PreTrainedModel, forward: Forward, precision: str, launched: Launched, seq_len: int
-) -> str:
+def why_not_in_parts(tried: Tried, launched: Launched) -> str:
     """Return why processes cannot share the rows of a model; "" if they can. Collective.
 
-    model: the bare model, in evaluation mode without gradients; its attention exchanges
-    forward: as for `find_hiding`
+    tried: its attention exchanges
 
     The logits of parts of rows, each at its positions, are compared with those of whole rows.
     """
+    model, forward, device, precision, seq_len = tried
     kind, original = attention.rope_change(model) or ("", seq_len)
     if seq_len > original:
         return f"beyond {original} positions its {kind} rope depends on the length of a document"
     layout, vocabulary = launched.layout, model.config.get_text_config().vocab_size
     size = min(seq_len, max(1, _TOKENS // layout.sequence_size) * layout.sequence_size)
-    ids, positions = made_up_batch(2, size, vocabulary, launched.device), layout.positions(size)
+    ids, positions = made_up_batch(2, size, vocabulary, device), layout.positions(size)
     with keeping_buffers(model):
         try:
             whole = forward(ids)[:, positions]
@@ -147,39 +165,24 @@ def why_not_in_parts(
     return f"its logits differ by {wrong / most:.1e} of the largest from those of whole rows"
 
 
-def find_hiding(
-    model: PreTrainedModel,
-    forward: Forward,
-    device: torch.device,
-    precision: str,
-    seq_len: int,
-    *,
-    chat: bool = False,
-) -> str:
+def find_hiding(tried: Tried, *, chat: bool = False) -> str:
     """Return what hides documents from each other: the model's attention, or joined rows.
 
     Kernels of state-space and linear attention layers take the borders of documents on CUDA, if
     they are installed. Raises UserError unless documents packed into rows get the same logits as
     alone.
 
-    model: the bare model, with its attention installed, in evaluation mode without gradients
-    forward: ids (B, T) and the tensors of documents → logits (B, T, V) fp32
     chat: whether the documents are conversations, which always are hidden from each other
-
-    Under DDP, `forward` is that of the bare model: the wrapper's forward is collective, and one
-    rank may fail alone. Where each rank holds a part of the weights, it is that of the prepared
-    module, which is collective: every rank makes the same number of forwards.
     """
-    tried = (model, forward, device, precision, seq_len)
-    if not (seen := what_is_seen(*tried)):
-        return backend(model)
-    if device.type in _BORDERS:
+    if not (seen := what_is_seen(tried)):
+        return backend(tried.model)
+    if tried.device.type in _BORDERS:
         try:
-            if not what_is_seen(*tried, JOINED):
+            if not what_is_seen(tried, JOINED):
                 return JOINED
         except (RuntimeError, TypeError, ValueError) as error:  # its layers do not take borders
             _log.debug("rows are not joined: %s", error)
-    _refuse_length(model, seq_len, seen)
+    _refuse_length(tried.model, tried.seq_len, seen)
     expected = f"a model that can hide documents from each other: {seen}"
     remedy = "data.packing=single"
     if not chat:
@@ -216,19 +219,12 @@ def _refuse_length(model: PreTrainedModel, seq_len: int, seen: str) -> None:
         raise UserError(Problem("data.seq_len", seq_len, expected, f"data.seq_len={original}"))
 
 
-def what_is_seen(
-    model: PreTrainedModel,
-    forward: Forward,
-    device: torch.device,
-    precision: str,
-    seq_len: int,
-    name: str | None = None,
-) -> str:
+def what_is_seen(tried: Tried, name: str | None = None) -> str:
     """Return how documents that are packed into rows see each other; "" if they do not.
 
-    name: as for `document_tensors`; None = the model's attention. For the others see
-        `find_hiding`.
+    name: as for `document_tensors`; None = the model's attention
     """
+    model, forward, device, precision, seq_len = tried
     size = min(_TOKENS, seq_len)
     starts = [np.unique([0, size // 3, size // 3 + 1]), np.array([0, size - size // 2]), _ONE]
     name, vocabulary = name or backend(model), model.config.get_text_config().vocab_size
@@ -268,14 +264,13 @@ def what_is_seen(
     )
 
 
-def check_padding(
-    model: PreTrainedModel, forward: Forward, device: torch.device, precision: str, seq_len: int
-) -> None:
+def check_padding(tried: Tried) -> None:
     """Raise UserError unless a document gets the same logits with padding behind it as alone.
 
-    The arguments are those of `find_hiding`. A causal model does not see what is behind a
-    position, so this finds models that choose something by a whole row or micro-batch.
+    A causal model does not see what is behind a position, so this finds models that choose
+    something by a whole row or micro-batch.
     """
+    model, forward, device, precision, seq_len = tried
     size = min(_TOKENS, seq_len)
     real, vocabulary = max(1, size // 2), model.config.get_text_config().vocab_size
     ids = made_up_batch(2, size, vocabulary, device)

@@ -17,7 +17,7 @@ from llmtrain.errors import UserError
 from llmtrain.model import attention
 from llmtrain.model.attention import document_tensors
 from llmtrain.model.loss import LossModule
-from llmtrain.training.start.trials import bare_forward, check_padding, find_hiding
+from llmtrain.training.start.trials import Tried, bare_forward, check_padding, find_hiding
 
 CPU = torch.device("cpu")
 SEQ_LEN, ORIGINAL = 96, 32
@@ -91,7 +91,7 @@ def test_long_factors_of_rope_do_not_reach_short_documents_of_a_row():
     for count in (1, 2):
         got = forward(ids[:count], **document_tensors(rows[:count], SEQ_LEN, name, CPU))
         assert furthest(got[0], right) == 0.0
-    find_hiding(model, forward, CPU, "fp32", SEQ_LEN)
+    find_hiding(Tried(model, forward, CPU, "fp32", SEQ_LEN))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -177,10 +177,10 @@ def test_the_check_refuses_a_rope_that_chooses_for_the_whole_micro_batch(
         model = build(kind, MODELS[kind], scale)
         attention.install(model, SEQ_LEN)
         forward[chosen] = model, bare_forward(model, CPU, precision)
-    check(*forward["by document"], CPU, precision, SEQ_LEN)
-    check(*forward["together"], CPU, precision, ORIGINAL)
+    check(Tried(*forward["by document"], CPU, precision, SEQ_LEN))
+    check(Tried(*forward["together"], CPU, precision, ORIGINAL))
     with pytest.raises(UserError) as caught:
-        check(*forward["together"], CPU, precision, SEQ_LEN)
+        check(Tried(*forward["together"], CPU, precision, SEQ_LEN))
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("data.seq_len", SEQ_LEN)
     assert "the longrope rope depends on" in problem.expected
@@ -195,9 +195,9 @@ def test_dynamic_ntk_is_refused_beyond_its_length_and_passes_up_to_it(precision)
     model = build("llama", {"max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC}, 1.0)
     attention.install(model, SEQ_LEN)
     forward = bare_forward(model, CPU, precision)
-    find_hiding(model, forward, CPU, precision, ORIGINAL)
+    find_hiding(Tried(model, forward, CPU, precision, ORIGINAL))
     with pytest.raises(UserError) as caught:
-        find_hiding(model, forward, CPU, precision, SEQ_LEN)
+        find_hiding(Tried(model, forward, CPU, precision, SEQ_LEN))
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("data.seq_len", SEQ_LEN)
     assert "the dynamic rope depends on" in problem.expected

@@ -18,7 +18,7 @@ from llmtrain.model import attention
 from llmtrain.rundir.contents import HELDOUT, MANIFEST, TOKENIZER
 from llmtrain.training.start.prepare import load_manifest, prepare
 from llmtrain.training.start.small_trials import small_model, why_apart
-from llmtrain.training.start.trials import bare_forward, check_padding
+from llmtrain.training.start.trials import Tried, bare_forward, check_padding
 
 
 @pytest.fixture
@@ -322,7 +322,7 @@ def test_padding_behind_a_document_changes_nothing_in_it(kind):
         assert model is not None
         assert sum(p.numel() for p in model.parameters()) < 70_000_000
         attention.install(model, 32)
-        check_padding(model.eval(), bare_forward(model, CPU, "fp32"), CPU, "fp32", 32)
+        check_padding(Tried(model.eval(), bare_forward(model, CPU, "fp32"), CPU, "fp32", 32))
 
 
 def test_a_model_that_sees_padding_is_refused():
@@ -336,7 +336,7 @@ def test_a_model_that_sees_padding_is_refused():
         return logits + ids.float().mean()  # of the whole micro-batch
 
     with torch.no_grad(), pytest.raises(UserError, match="does not see padding") as caught:
-        check_padding(model.eval(), forward, CPU, "fp32", 32)
+        check_padding(Tried(model.eval(), forward, CPU, "fp32", 32))
     assert caught.value.problems[0].key == "data.packing"
 
 
@@ -354,5 +354,5 @@ def test_a_model_that_trains_on_rows_of_one_length_is_refused():
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad(), pytest.raises(UserError, match="rows of any length: If training"):
-        check_padding(model, bare_forward(model, CPU, "fp32"), CPU, "fp32", 128)
+        check_padding(Tried(model, bare_forward(model, CPU, "fp32"), CPU, "fp32", 128))
     assert not model.training

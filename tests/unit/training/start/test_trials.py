@@ -17,7 +17,7 @@ from llmtrain.metrics import memory
 from llmtrain.model import attention
 from llmtrain.model.attention import JOINED
 from llmtrain.training.start import trials
-from llmtrain.training.start.trials import Trial, bare_forward, find_hiding
+from llmtrain.training.start.trials import Trial, Tried, bare_forward, find_hiding
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
@@ -54,7 +54,7 @@ def check(model, precision="fp32", seq_len=SEQ_LEN):
     forward = bare_forward(model, CPU, precision)
     model.eval()
     with torch.no_grad():
-        find_hiding(model, forward, CPU, precision, seq_len)
+        find_hiding(Tried(model, forward, CPU, precision, seq_len))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -115,17 +115,17 @@ class Carries(torch.nn.Module):
 def test_rows_are_joined_for_kernels_that_take_borders(monkeypatch, takes_borders):
     """On a GPU with such kernels installed; here a stand-in for them."""
     model: Any = Carries(takes_borders=takes_borders)
-    tried = (model, bare_forward(model, CPU, "fp32"), CPU, "fp32", SEQ_LEN)
+    tried = Tried(model, bare_forward(model, CPU, "fp32"), CPU, "fp32", SEQ_LEN)
     with torch.no_grad(), pytest.raises(UserError, match="hide documents"):
-        find_hiding(*tried)
+        find_hiding(tried)
     assert not any("seq_idx" in asked for asked in model.asked)
     monkeypatch.setattr(trials, "_BORDERS", {"cpu"})
     if takes_borders:
         with torch.no_grad():
-            assert find_hiding(*tried) == JOINED
+            assert find_hiding(tried) == JOINED
     else:
         with torch.no_grad(), pytest.raises(UserError, match="hide documents"):
-            find_hiding(*tried)
+            find_hiding(tried)
 
 
 def test_logits_that_are_not_finite_are_refused():
