@@ -114,7 +114,6 @@ def model_groups(world_size: int, cut: ModelCut, timeout: timedelta) -> ModelGro
     """Return the groups of this process. Collective over all ranks, of which each makes all."""
     if cut.processes == 1:
         return ModelGroups()
-    here = dist.get_rank()
     places = [rank_layout(rank, world_size, cut) for rank in range(world_size)]
 
     def group(differ: Callable[[RankLayout], object]) -> dist.ProcessGroup | None:
@@ -124,10 +123,8 @@ def model_groups(world_size: int, cut: ModelCut, timeout: timedelta) -> ModelGro
             members.setdefault(differ(place), []).append(rank)
         if len(members) == world_size:
             return None
-        mine: dist.ProcessGroup | None = None
-        for ranks in members.values():
-            made = dist.new_group(ranks, timeout=timeout)
-            mine = made if here in ranks else mine
+        mine: dist.ProcessGroup
+        mine, _ = dist.new_subgroups_by_enumeration([*members.values()], timeout)  # type: ignore[no-untyped-call]  # no stub
         return mine
 
     return ModelGroups(
