@@ -148,34 +148,25 @@ def _differ(whole: Tensor, part: Tensor, cut: Cut | None, rank: int) -> bool:
     return not bool(within)  # NaN is within nothing
 
 
-def anatomy(config: PreTrainedConfig) -> Anatomy:
-    """Return where a model can be cut into stages, by a small random one.
+def anatomy(config: PreTrainedConfig) -> Anatomy | str:
+    """Return where a model can be cut into stages, by a small random one, or why it cannot be.
 
     config: of transformers; it is not changed
-
-    Raises CannotCutError if it cannot be.
     """
     key = config.to_json_string()
     if key not in _anatomies:
-        small = small_model(config)
+        small, none = small_model(config), "no small model of its config can be built, to try it"
         try:
-            if small is None:
-                raise CannotCutError("no small model of its config can be built, to try it")
-            _anatomies[key] = examine(small)
+            _anatomies[key] = none if small is None else examine(small)
         except CannotCutError as error:  # its text alone: the error would keep the model alive
             _anatomies[key] = str(error)
-    anatomy_or_reason = _anatomies[key]
-    if isinstance(anatomy_or_reason, str):
-        raise CannotCutError(anatomy_or_reason)
-    return anatomy_or_reason
+    return _anatomies[key]
 
 
 def stage_problems(config: PreTrainedConfig, cut: ModelCut) -> Iterator[Problem]:
     """Yield the problem of a model that cannot be cut into stages. config: of transformers"""
-    try:
-        anatomy(config)
-    except CannotCutError as error:
-        expected = f"1: {config.model_type} cannot be cut into stages, as {error}"
+    if isinstance(reason := anatomy(config), str):
+        expected = f"1: {config.model_type} cannot be cut into stages, as {reason}"
         yield Problem(pipeline.KEY, cut.pipeline, expected, f"{pipeline.KEY}=1")
 
 

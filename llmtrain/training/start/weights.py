@@ -253,6 +253,7 @@ def _prepare(
         tensors.replace_parameters(optimizer, built.model, driven)
     if isinstance(launched.engine, PipelineEngine):
         anatomy = small_trials.anatomy(built.model.config)
+        assert not isinstance(anatomy, str), anatomy  # the plan has refused it
         ranges = stages_of(processes.planned.shape, launched.cut, config.data.seq_len)
         schedule = config.distributed.pipeline_schedule
         launched.engine.cut_into_stages(loss, optimizer, anatomy, ranges, schedule)
