@@ -162,9 +162,8 @@ class Planned:
         """Return the plan in the form of the `start` line."""
         parts = dict(self.memory.parts) if self.memory else None
         total = self.memory.total_bytes if self.memory else None
-        device = {"device_bytes": self.hardware.device_bytes}
         memory = {"reason": self.reason, "parts": parts, "total_bytes": total}
-        return asdict(self.layout) | memory | device
+        return {**asdict(self.layout), **memory, "device_bytes": self.hardware.device_bytes}
 
 
 @dataclass(frozen=True, slots=True)
