@@ -425,7 +425,7 @@ class TorchEngine(Engine):
 
     def create_state(self) -> None:
         """See `Engine.create_state`."""
-        state.create_state(self._optimizer, steps=0)
+        state.create_state(self._optimizer)
 
     def pieces(
         self, spec: Spec, *, writing: bool, replicas_shared: bool = False

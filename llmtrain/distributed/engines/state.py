@@ -176,8 +176,8 @@ def kept_states(optimizer: Optimizer) -> dict[int, StateSpec]:
     }
 
 
-def create_state(optimizer: Optimizer, steps: int) -> None:
-    """Give every parameter the state that it has before any update, and a count of `steps` updates.
+def create_state(optimizer: Optimizer) -> None:
+    """Give every parameter the state that it has before any update.
 
     It replaces the optimizer's state. No step is made, so nothing else changes.
     """
@@ -187,8 +187,7 @@ def create_state(optimizer: Optimizer, steps: int) -> None:
                 optimizer.init_state(group, parameter, number, index)  # type: ignore[attr-defined]
             else:
                 names = states(algorithm_of(group), tuple(parameter.shape))
-                made = {name: torch.zeros_like(parameter) for name in names}
-                optimizer.state[parameter] = made
+                optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in names}
         if algorithm_of(group) == "adamw":  # Muon does not count its updates
             # Each parameter's count is an element of one tensor for all.
             parameters = group["params"]
@@ -197,7 +196,6 @@ def create_state(optimizer: Optimizer, steps: int) -> None:
             counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
             for parameter, count in zip(parameters, counts.unbind(), strict=True):
                 optimizer.state[parameter] = {"step": count} | optimizer.state[parameter]
-    set_steps(optimizer, steps)
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:

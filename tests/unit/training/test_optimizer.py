@@ -272,7 +272,7 @@ def test_fused_adamw_has_the_bits_of_torchs_own(scale, refused, without):
     """without: parameters with this in their names have no gradient in the second step."""
     ours, theirs = tiny(False), tiny(False)
     own = make_optimizer(ours, config(learning_rate=0.01))
-    create_state(own, 0)
+    create_state(own)
     groups = [{**group, "params": []} for group in own.param_groups]
     named = {id(p): dict(theirs.named_parameters())[n] for n, p in ours.named_parameters()}
     for group, kept in zip(groups, own.param_groups, strict=True):

@@ -42,7 +42,7 @@ def prepared(launched, model, name="adamw", *, fused=True):
     asked = OptimizerConfig(name=name, learning_rate=1e-2)
     optimizer = make_optimizer(model, asked, fused=fused)
     launched.engine.prepare(LossModule(model), model, optimizer)
-    create_state(optimizer, 0)
+    create_state(optimizer)
     return optimizer
 
 
@@ -182,7 +182,7 @@ def test_of_equal_ranks_one_counts_gradients_and_writes_buffers_and_all_write_a_
     model = tiny()
     model.register_buffer("seen", torch.arange(3.0))
     optimizer = make_optimizer(model, OptimizerConfig(), fused=False)
-    create_state(optimizer, 0)
+    create_state(optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     spec = state.spec(model, optimizer, 1 << 30)

@@ -126,7 +126,7 @@ def trained(launched, groups, scale=1 / 64, flip=None):
     model, engine = tiny(), launched.engine
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=False)
     prepared = engine.prepare(LossModule(model), model, optimizer)
-    create_state(optimizer, 0)
+    create_state(optimizer)
     if flip is not None:
         flip(model)
     rows = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]} for ids in groups]

@@ -76,7 +76,8 @@ def written(root, model, optimizer, shard_bytes=LARGE):
 
 def resumed(root, model, optimizer, steps):
     """The checkpoint's tensors in a new model and optimizer."""
-    state.create_state(optimizer, steps)
+    state.create_state(optimizer)
+    state.set_steps(optimizer, steps)
     spec = state.spec(model, optimizer, LARGE)
     found = read.find(root, RUN, Alone())
     read.load_tensors(found, spec, state.pieces(model, optimizer, spec), Alone())
@@ -171,7 +172,7 @@ class Odd(torch.nn.Module):
 def test_buffers_shared_parameters_and_narrow_dtypes_survive(tmp_path):
     model = Odd()
     optimizer = torch.optim.AdamW(model.parameters())
-    state.create_state(optimizer, 0)
+    state.create_state(optimizer)
     spec = state.spec(model, optimizer, LARGE)
     names = ["count", "single", "first.weight", "first.bias", "scale", "mask"]
     assert list(spec["model.safetensors"]) == names
@@ -191,7 +192,8 @@ def test_created_state_is_what_fused_adamw_makes_itself():
     trained(model, optimizer, 1)
     other, its = built(LLAMA)
     before = [parameter.clone() for parameter in other.parameters()]
-    state.create_state(its, 1)
+    state.create_state(its)
+    state.set_steps(its, 1)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         made, own = its.state[theirs], optimizer.state[mine]
         assert made.keys() == own.keys()
@@ -214,7 +216,7 @@ def test_a_created_state_of_step_0_changes_no_bit_of_the_training(fused):
         model, _ = built(LLAMA)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
         if create:
-            state.create_state(optimizer, 0)
+            state.create_state(optimizer)
         runs.append(trained(model, optimizer, 3))
     assert runs[0] == runs[1]
 
@@ -262,7 +264,7 @@ def test_a_tensor_larger_than_a_shard_has_a_file_of_its_own():
 
 def test_pieces_are_the_memory_itself():
     model, optimizer = built(LLAMA)
-    state.create_state(optimizer, 0)
+    state.create_state(optimizer)
     spec = state.spec(model, optimizer, LARGE)
     for piece in state.pieces(model, optimizer, spec):
         assert (piece.start, piece.data.dim(), piece.data.requires_grad) == (0, 1, False)
@@ -280,7 +282,7 @@ def test_what_no_checkpoint_holds_is_refused():
     model = torch.nn.Linear(3, 2)
     model.weight.data = torch.ones(3, 2).t()
     optimizer = torch.optim.AdamW(model.parameters())
-    state.create_state(optimizer, 0)
+    state.create_state(optimizer)
     with pytest.raises(ValueError, match="weight is not contiguous"):
         list(state.pieces(model, optimizer, state.spec(model, optimizer, LARGE)))
 
@@ -347,7 +349,7 @@ def test_any_optimizer_continues_bit_for_bit_from_its_checkpoint(tmp_path, confi
     wide = copy.deepcopy(config)  # so that some parameters have 4,096 elements
     wide.update({"vocab_size": 211})
     model, optimizer = optimized(wide, name)
-    state.create_state(optimizer, 0)
+    state.create_state(optimizer)
     trained(model, optimizer, 3)
     written(tmp_path, model, optimizer, SHARDS)
     steps = state.optimizer_steps(optimizer)
@@ -369,7 +371,7 @@ def test_created_state_is_what_any_optimizer_makes_itself(name):
     for create in (False, True):
         model, optimizer = optimized(LLAMA, name)
         if create:
-            state.create_state(optimizer, 0)
+            state.create_state(optimizer)
         runs.append((trained(model, optimizer, 3), states_of(model, optimizer)))
     (first, made), (second, created) = runs
     assert first == second
@@ -391,7 +393,7 @@ def test_of_adapters_only_what_is_trained_is_in_the_files_and_in_one_file():
         **{place.format(n, "A"): (4, 24) for n in range(2)},
         **{place.format(n, "B"): (24, 4) for n in range(2)},
     }
-    state.create_state(optimizer, 0)
+    state.create_state(optimizer)
     held = [piece.name for piece in state.pieces(model, optimizer, spec)]
     assert len(held) == 12
     assert state.index(spec) == {}
