@@ -24,7 +24,7 @@ from llmtrain.report.collect import Tables, collect, column
 from llmtrain.rundir import contents, failures
 from llmtrain.text import count, duration, first_line, fit, fixed, harmless, percent, short
 from llmtrain.tools.launch.child import repeat_after_launcher, write_exit_report
-from llmtrain.training.stop import install, is_awaited
+from llmtrain.training import stop
 
 _RANK_0_SPEAKS_SECONDS = 2.0
 _OF_A_PATH = (
@@ -42,7 +42,7 @@ def train_here(config_file: str, overrides: Sequence[str]) -> NoReturn:
         from llmtrain.config.load import load_config
         from llmtrain.training.start import claim
 
-        install()  # until the exit, also while the report is written, when the run has ended
+        stop.install()  # until the exit, also while the report is written, when the run has ended
         try:
             config = load_config(config_file, overrides)
         except UserError:
@@ -197,7 +197,7 @@ def _leave(code: int, message: str) -> NoReturn:
         sys.stderr.flush()
     logging.shutdown()
     _unlink_semaphores()
-    if not code and is_awaited(os.environ):
+    if not code and stop.is_awaited(os.environ):
         sys.exit(0)  # as a value: torch takes None for a failure
     os._exit(code)
 
