@@ -24,7 +24,7 @@ that choose their frequencies by the length of a document (`rope_by_document`).
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -186,17 +186,14 @@ def use(
         model.set_attn_implementation(NAME)
 
 
-@contextmanager
-def kernels(asked: str) -> Iterator[None]:
+def kernels(asked: str) -> AbstractContextManager[None]:
     """Let SDPA try the kernel of `model.attention_backend` first, in the whole process.
 
     asked: auto = torch's own order.
     """
     if asked == "auto":
-        yield
-        return
-    with sdpa_kernel(list(_KERNELS[asked]), set_priority=True):
-        yield
+        return nullcontext()
+    return sdpa_kernel(list(_KERNELS[asked]), set_priority=True)
 
 
 def kernel_problems(asked: str, *, cpu: bool) -> Iterator[Problem]:
