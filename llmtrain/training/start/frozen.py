@@ -237,8 +237,7 @@ def attach_adapters(
     auto = processes.auto
     asked = resolve_adapter(config, auto)
     tokens = trained_tokens(config, processes.base, config.run_dir / contents.TOKENIZER)
-    dtype = torch.bfloat16 if processes.precision == "bf16" else torch.float32
-    trainable.attach(model, asked, tokens, meta=meta, dtype=dtype)
+    trainable.attach(model, asked, tokens, meta=meta, dtype=_DTYPES[processes.precision])
     if asked.kind != "none":
         auto.adapter_targets = trainable.short_names(model)
 
