@@ -60,11 +60,8 @@ def diff(
 ) -> None:
     """Print the keys whose values differ, with both values."""
     left, right = (_values_of(name) for name in (one, other))
-    changes = [
-        f"{key}: {_side(left, key)} → {_side(right, key)}"
-        for key in {**left, **right}
-        if _side(left, key) != _side(right, key)
-    ]
+    sides = {key: (_side(left, key), _side(right, key)) for key in {**left, **right}}
+    changes = [f"{key}: {a} → {b}" for key, (a, b) in sides.items() if a != b]
     options.show(changes or ["no key differs"])
 
 

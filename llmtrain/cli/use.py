@@ -312,9 +312,8 @@ def _complete(
             if line.is_due():
                 line.show(f"completed {done:,} of {of:,} prompts")
 
-        completed = complete_file(
-            model, prompts, out, Sampling(*drawn), chat=chat, on_progress=show_progress
-        )
+        how = Sampling(*drawn)
+        completed = complete_file(model, prompts, out, how, chat=chat, on_progress=show_progress)
     line.clear()
     counts = f"{completed.prompts:,} prompts, {completed.tokens:,} tokens written"
     text = [f"{counts} in {completed.seconds:.1f} s", str(completed.out)]

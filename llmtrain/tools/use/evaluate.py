@@ -205,11 +205,8 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
 
 def _numbers(values: JsonMapping) -> JsonObject:
     """Return the metrics of a task; lm-eval names them with their filter, `acc,none`."""
-    return {
-        key.removesuffix(",none"): value
-        for key, value in values.items()
-        if isinstance(value, int | float)
-    }
+    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    return {key.removesuffix(",none"): value for key, value in numbers.items()}
 
 
 def _problems(name: str) -> Iterator[Problem]:
