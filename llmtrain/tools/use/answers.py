@@ -154,13 +154,17 @@ def has_pairs(given: str) -> bool:
     return True
 
 
+def config_of(given: str, **sections: ChatConfig | PreferenceConfig) -> Config:
+    """Return a config whose data, and held-out data, is a file, directory or data set."""
+    one = {"path": given}
+    described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
+    return Config.model_validate({**described, **sections, "training": {"steps": 1}})
+
+
 def _sources(
     given: str, chat: ChatConfig, preference: PreferenceConfig
 ) -> tuple[DataSettings, Reading, Sequence[Source]]:
-    one = {"path": given}
-    described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
-    sections = {"chat": chat, "preference": preference, "training": {"steps": 1}}
-    settings = data_settings(Config.model_validate({**described, **sections}))
+    settings = data_settings(config_of(given, chat=chat, preference=preference))
     reading = reading_of(settings, None)
     return settings, reading, evaluation_sources(settings, reading)
 
