@@ -318,14 +318,11 @@ def of_our_format(path: Path) -> Iterator[None]:
         wrote = _writer(path)
         is_newer = isinstance(error.found, int) and error.found > form.FORMAT
         what = "the newest" if is_newer else "the only one"
-        problem = Problem(
-            str(path),
-            f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else ""),
-            f"format {form.FORMAT}, {what} that this llmtrain reads",
-            f"use llmtrain {wrote or 'as it was then'}, or move it away to resume from an older "
-            "one",
-        )
-        raise UserError(problem) from error
+        found = f"format {error.found}" + (f", written by llmtrain {wrote}" if wrote else "")
+        expected = f"format {form.FORMAT}, {what} that this llmtrain reads"
+        use = f"use llmtrain {wrote or 'as it was then'}"
+        remedy = f"{use}, or move it away to resume from an older one"
+        raise UserError(Problem(str(path), found, expected, remedy)) from error
 
 
 def state_of(path: Path, manifest: CheckpointManifest) -> JsonObject:

@@ -22,14 +22,8 @@ if TYPE_CHECKING:
 
 app = options.App()
 
-Run = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN",
-        help="A run, its checkpoints/, or one checkpoint.",
-        autocompletion=options.runs,
-    ),
-]
+_RUN = "A run, its checkpoints/, or one checkpoint."
+Run = Annotated[Path, typer.Argument(metavar="RUN", help=_RUN, autocompletion=options.runs)]
 _LARGE_BYTES = 1 << 30  # size from which a verification shows its progress
 _SIZE, _LOSS = 11, 9  # columns
 _MEANS = {

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 app = options.App()
+_argument = partial(typer.Argument, autocompletion=options.configs_and_runs)
 
 
 @app.command(help="every value, and who set it")
@@ -53,26 +55,13 @@ def schema() -> None:
 
 @app.command(help="the keys in which two configs differ")
 def diff(
-    one: Annotated[
-        str,
-        typer.Argument(
-            metavar="A",
-            help="A YAML file, or a run directory.",
-            autocompletion=options.configs_and_runs,
-        ),
-    ],
-    other: Annotated[
-        str,
-        typer.Argument(metavar="B", help="Another one.", autocompletion=options.configs_and_runs),
-    ],
+    one: Annotated[str, _argument(metavar="A", help="A YAML file, or a run directory.")],
+    other: Annotated[str, _argument(metavar="B", help="Another one.")],
 ) -> None:
     """Print the keys whose values differ, with both values."""
     left, right = (_values_of(name) for name in (one, other))
-    changes = [
-        f"{key}: {_side(left, key)} → {_side(right, key)}"
-        for key in {**left, **right}
-        if _side(left, key) != _side(right, key)
-    ]
+    sides = {key: (_side(left, key), _side(right, key)) for key in {**left, **right}}
+    changes = [f"{key}: {a} → {b}" for key, (a, b) in sides.items() if a != b]
     options.show(changes or ["no key differs"])
 
 

@@ -189,22 +189,16 @@ def _check(documents: StepDocuments) -> str:
     if documents.checked_at == documents.step:
         return "checked: metrics.jsonl has the same digest"
     if documents.checked_at is not None:
-        return (
-            f"checked at step {documents.checked_at} only, the next whose digest was logged "
-            "(logging.every_steps)"
-        )
+        only = f"checked at step {documents.checked_at} only"
+        return f"{only}, the next whose digest was logged (logging.every_steps)"
     return "not checked: metrics.jsonl has no digest of this step or one soon after it"
 
 
 def _row(document: DocumentSpan) -> tuple[str, ...]:
     place = f"{document.file} " + (f"{document.group}:" if document.group is not None else "")
-    cells = (
-        f"{document.g}",
-        ":".join(str(place) for place in (*document.span, *(document.second or ()))),
-        document.source,
-        document.id or "-",
-        document.title or document.url or f"{place}{document.at}",
-    )
+    span = ":".join(map(str, (*document.span, *(document.second or ()))))
+    title = document.title or document.url or f"{place}{document.at}"
+    cells = (f"{document.g}", span, document.source, document.id or "-", title)
     return tuple(map(harmless, cells))
 
 

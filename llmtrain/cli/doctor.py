@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.cli.options import WIDTH, ProgressLine, show as print_lines
-from llmtrain.text import fit, harmless, wrap
+from llmtrain.text import fit, harmless, plural, wrap
 
 if TYPE_CHECKING:
     from llmtrain.tools.doctor.context import Verdict
@@ -47,9 +47,8 @@ def show(
             line.show(fit(f"looking at {name} …", WIDTH - 1))
 
     checks = {}
-    for name, check in doctor(
-        config, overrides, accelerate, skip, on_progress=show_progress, nodes=asked
-    ):
+    found = doctor(config, overrides, accelerate, skip, on_progress=show_progress, nodes=asked)
+    for name, check in found:
         checks[name] = check
         line.clear()
         if not as_json:
@@ -75,11 +74,8 @@ def lines(name: str, check: Verdict, *, colours: bool) -> Iterator[str]:
 
 def summary(states: Sequence[str]) -> str:
     """Return the last line, with the numbers of errors and warnings."""
-    parts = [
-        f"{states.count(state)} {state}{'s' * (states.count(state) > 1)}"
-        for state in ("error", "warning")
-        if state in states
-    ]
+    wrong = [state for state in ("error", "warning") if state in states]
+    parts = [plural(states.count(state), state, f"{state}s") for state in wrong]
     return f"{len(states)} checks: {', '.join(parts) or 'all is well'}"
 
 

@@ -110,16 +110,13 @@ def init(
     config.write(data or [], base, recipe, out)
 
 
+_WITHOUT = "A YAML file; without: the machine."
+_CONFIG = typer.Argument(metavar="CONFIG", help=_WITHOUT, autocompletion=options.configs)
+
+
 @app.command(rich_help_panel="Start", help="is this machine ready for this config?")
 def doctor(
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A YAML file; without: the machine.",
-            autocompletion=options.configs,
-        ),
-    ] = None,
+    config: Annotated[str | None, _CONFIG] = None,
     overrides: options.Overrides = None,
     accelerate: options.AccelerateFile = None,
     skip: Annotated[
@@ -287,16 +284,12 @@ for _command, _help in (
 ):
     app.command(rich_help_panel="Use", help=_help)(_command)
 
-app.add_typer(
-    data.app, name="data", rich_help_panel="Look after", help="inspect · which · tokenize · repack"
-)
-app.add_typer(
-    checkpoints.app,
-    name="checkpoints",
-    rich_help_panel="Look after",
-    help="list · verify · prune · rehearse",
-)
-app.add_typer(config.app, name="config", rich_help_panel="Look after", help="show · schema · diff")
+for _group, _name, _help in (
+    (data.app, "data", "inspect · which · tokenize · repack"),
+    (checkpoints.app, "checkpoints", "list · verify · prune · rehearse"),
+    (config.app, "config", "show · schema · diff"),
+):
+    app.add_typer(_group, name=_name, rich_help_panel="Look after", help=_help)
 
 
 def _end(ended: Ended) -> NoReturn:

@@ -144,33 +144,24 @@ def _values(known: dict[str, list[str]], name: str) -> list[str]:
 ConfigFile = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file.", autocompletion=configs)
 ]
+_KEY_VALUE, _VALUES = "[section.key=value]...", "Values in place of the file's."
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[section.key=value]...",
-        help="Values in place of the file's.",
-        autocompletion=overrides,
-    ),
+    typer.Argument(metavar=_KEY_VALUE, help=_VALUES, autocompletion=overrides),
 ]
 RunDir = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory.", autocompletion=runs)
 ]
+_LAUNCH = "The accelerate config to launch with."
 AccelerateFile = Annotated[
     Path | None,
-    typer.Option(
-        "--accelerate",
-        metavar="FILE",
-        help="The accelerate config to launch with.",
-        autocompletion=launch_files,
-    ),
+    typer.Option("--accelerate", metavar="FILE", help=_LAUNCH, autocompletion=launch_files),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-Nodes = Annotated[
-    str | None,
-    typer.Option(metavar="MIN:MAX", help="Machines that may come and go; give it on each."),
-]
+_NODES = "Machines that may come and go; give it on each."
+Nodes = Annotated[str | None, typer.Option(metavar="MIN:MAX", help=_NODES)]
 ProcessesPerNode = Annotated[
     int | None, typer.Option(min=1, metavar="P", help="Processes of each machine.")
 ]

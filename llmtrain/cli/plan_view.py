@@ -181,12 +181,10 @@ def _layouts(plan: Plan) -> Iterator[str]:
     fits = "?" if plan.uncounted else "yes"
     for one in plan.choice.candidates:
         layout, speed = one.layout, one.tokens_per_second
-        yield (
-            _mark(plan, one)
-            + f"{layout.activation_checkpointing:<12}{layout.micro_batch_size:>6,}"
-            + f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
-            + f"{'-' if speed is None else f'{speed:,.0f}':>12}   {fits if one.fits else 'no'}"
-        )
+        row = f"{layout.activation_checkpointing:<12}{layout.micro_batch_size:>6,}"
+        row += f"{layout.accumulation:>7,}{one.memory.host_bytes / 2**30:>10.1f}"
+        rate = "-" if speed is None else f"{speed:,.0f}"
+        yield f"{_mark(plan, one)}{row}{rate:>12}   {fits if one.fits else 'no'}"
     for one in plan.choice.candidates:
         if not one.fits:
             yield from labelled("would fit", f"{one.layout.strategy}: {one.remedy}")
@@ -241,10 +239,8 @@ def _speeds(plan: Plan) -> Iterator[str]:
     yield f"{'devices':>17}{'nodes':>7}{'accum':>7}{rates}"
     for one in plan.speeds:
         each = one.tokens_per_second / one.devices
-        yield (
-            f"{one.devices:>17,}{one.nodes:>7,}{one.accumulation:>7,}"
-            f"{one.tokens_per_second:>12,.0f}{each:>12,.0f}{one.efficiency:>12.0%}"
-        )
+        layout = f"{one.devices:>17,}{one.nodes:>7,}{one.accumulation:>7,}"
+        yield f"{layout}{one.tokens_per_second:>12,.0f}{each:>12,.0f}{one.efficiency:>12.0%}"
 
 
 def _rates(plan: Plan) -> Iterator[str]:

@@ -27,43 +27,17 @@ if TYPE_CHECKING:
     from llmtrain.tools.use.evaluate import Evaluated
     from llmtrain.tools.use.export import Exported
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL_OR_RUN",
-        help="A run, a checkpoint, a model directory or a Hub id.",
-        autocompletion=runs,
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH|CONFIG",
-        help="Documents, pairs of answers, a config, or a run; its own run's held-out set.",
-    ),
-]
-AsRun = Annotated[
-    Path | None,
-    typer.Option(
-        "--as",
-        metavar="RUN",
-        help="Measure it as this run measured the model that it began with.",
-        autocompletion=runs,
-    ),
-]
-Reference = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="With pairs of answers as --data: the model to compare with.",
-        autocompletion=runs,
-    ),
-]
+_MODEL = "A run, a checkpoint, a model directory or a Hub id."
+Model = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help=_MODEL, autocompletion=runs)]
+_DATA = "Documents, pairs of answers, a config, or a run; its own run's held-out set."
+Data = Annotated[str | None, typer.Option(metavar="PATH|CONFIG", help=_DATA)]
+_AS = "Measure it as this run measured the model that it began with."
+AsRun = Annotated[Path | None, typer.Option("--as", metavar="RUN", help=_AS, autocompletion=runs)]
+_OTHER = "With pairs of answers as --data: the model to compare with."
+Reference = Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER, autocompletion=runs)]
 Tasks = Annotated[str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or YAML files.")]
-Stride = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Tokens that a window of a long document scores."),
-]
+_STRIDE = "Tokens that a window of a long document scores."
+Stride = Annotated[int | None, typer.Option(min=1, metavar="N", help=_STRIDE)]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to write.")]
 Temperature = Annotated[float, typer.Option(metavar="T", help="0 = the likeliest.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Share of probability.")]
@@ -99,13 +73,8 @@ def evaluate(
             if line.is_due():
                 line.show(f"scored {done:,} of {of:,}" if of else f"scored {done:,} documents")
 
-        options: JsonObject = {
-            "reference": reference,
-            "tasks": names,
-            "stride": stride,
-            "chat": chat,
-        }
-        evaluated = measure(model, data, as_run=as_run, on_progress=show_progress, **options)
+        how: JsonObject = {"reference": reference, "tasks": names, "stride": stride, "chat": chat}
+        evaluated = measure(model, data, as_run=as_run, on_progress=show_progress, **how)
     line.clear()
     show([json.dumps(evaluated.to_json())] if as_json else evaluation(evaluated))
 
@@ -343,9 +312,8 @@ def _complete(
             if line.is_due():
                 line.show(f"completed {done:,} of {of:,} prompts")
 
-        completed = complete_file(
-            model, prompts, out, Sampling(*drawn), chat=chat, on_progress=show_progress
-        )
+        how = Sampling(*drawn)
+        completed = complete_file(model, prompts, out, how, chat=chat, on_progress=show_progress)
     line.clear()
     counts = f"{completed.prompts:,} prompts, {completed.tokens:,} tokens written"
     text = [f"{counts} in {completed.seconds:.1f} s", str(completed.out)]

@@ -266,11 +266,8 @@ def text_size(source: Source, unit: Unit, reader: Reader) -> float:
         return float(sum(part.column(name).nbytes for name in names if name in part.schema.names))
     group = reader.units.footer(source, unit.file).row_group(unit.group)
     columns = (group.column(index) for index in range(group.num_columns))
-    text = sum(
-        column.total_uncompressed_size
-        for column in columns
-        if any(lines.is_part_of(column.path_in_schema, name) for name in names)
-    )
+    read = (c for c in columns if any(lines.is_part_of(c.path_in_schema, name) for name in names))
+    text = sum(column.total_uncompressed_size for column in read)
     return float(text * (unit.stop - unit.start) / group.num_rows)
 
 

@@ -229,11 +229,8 @@ def _add_conversations(
     What is left of these ids is padding, as a document of its own. A sequence's first id is never
     scored: in the stream, that of another one precedes it. Both halves of a pair stay together.
     """
-    pieces = [
-        (one, first, stop)
-        for one in _with_others(documents, seq_len, alone=alone)
-        for first, stop in pairwise(one.cuts)
-    ]
+    whole = _with_others(documents, seq_len, alone=alone)
+    pieces = [(one, first, stop) for one in whole for first, stop in pairwise(one.cuts)]
     _pad(laid, -laid.end % seq_len, pad)
     if alone:
         bins = [[index] for index in range(len(pieces))]
@@ -472,14 +469,8 @@ def prepare(
         system.beat("tokenizing the held-out documents", len(documents) + 1, max_documents)
         documents.append(one)
     parts = [(source.label, source.form is not None) for source in asked]
-    held = lay_out(
-        documents,
-        parts,
-        tokenizer,
-        document_mask=manifest.document_mask,
-        seq_len=manifest.seq_len,
-        alone=manifest.packing == "single",
-    )
+    mask, seq_len, alone = manifest.document_mask, manifest.seq_len, manifest.packing == "single"
+    held = lay_out(documents, parts, tokenizer, document_mask=mask, seq_len=seq_len, alone=alone)
     if held.scored.any():
         save(held, path)
     elif sources:

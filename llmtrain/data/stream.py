@@ -111,13 +111,10 @@ class Stream(Iterator[Batch]):
         if workers:
             share = batch.of(self._step + 1) // blocks.world_size
             size = item_blocks(blocks.manifest, share, workers)
-            self._items = Workers(
-                [partial(blocks.virtual, worker, workers) for worker in range(workers)],
-                blocks.asked,
-                size,
-                prefetch_factor(blocks.manifest, share, workers, size),
-                TIMEOUT_SHARE * blocks.reading.timeout_seconds,
-            )
+            makes = [partial(blocks.virtual, worker, workers) for worker in range(workers)]
+            ahead = prefetch_factor(blocks.manifest, share, workers, size)
+            timeout = TIMEOUT_SHARE * blocks.reading.timeout_seconds
+            self._items = Workers(makes, blocks.asked, size, ahead, timeout)
 
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -142,13 +139,8 @@ class Stream(Iterator[Batch]):
             numbered.append((self._g, block))
             self._g += self._world_size
         system.beat("a step, its data is there")
-        return batch_of(
-            numbered,
-            self._manifest,
-            first_block=first,
-            wait_seconds=time.perf_counter() - began,
-            ended=not self._running,
-        )
+        wait, ended = time.perf_counter() - began, not self._running
+        return batch_of(numbered, self._manifest, first_block=first, wait_seconds=wait, ended=ended)
 
     def interrupt(self) -> None:
         """Stop waiting for the network, from any thread. The wait fails with 75 at once."""

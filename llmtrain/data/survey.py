@@ -22,15 +22,8 @@ from llmtrain import system
 from llmtrain.config.binding import EPOCHS, DataSettings, changes, refusals, way_out
 from llmtrain.config.schema import Answers, DataConfig, DocumentsConfig, PackingName, SourceConfig
 from llmtrain.data import file_parts, heldout
+from llmtrain.data.chat import rows as chat_rows
 from llmtrain.data.chat.pairs import examples
-from llmtrain.data.chat.rows import (
-    KTO_TAG,
-    BadRowError,
-    PreferenceDataError,
-    contents,
-    form_of,
-    our_names,
-)
 from llmtrain.data.documents.reader import Reader, Reading, reading_of
 from llmtrain.data.lanes import default_chat_lanes, default_lanes
 from llmtrain.data.manifest import ChatFacts, DataManifest, Source, TokenizerFacts
@@ -75,10 +68,11 @@ def with_form(source: Source, key: str, reader: Reader, answers: Answers | None 
     if not names:
         return source
     columns = f"{key}.columns"
-    if answers == "feedback" and KTO_TAG in names and "label" not in (*names, *source.columns):
-        source = replace(source, columns={"label": KTO_TAG, **source.columns})
-    ours = our_names(names, source.columns, columns)
-    return replace(source, form=form_of(ours, columns, source.columns, answers))
+    tag = chat_rows.KTO_TAG
+    if answers == "feedback" and tag in names and "label" not in (*names, *source.columns):
+        source = replace(source, columns={"label": tag, **source.columns})
+    ours = chat_rows.our_names(names, source.columns, columns)
+    return replace(source, form=chat_rows.form_of(ours, columns, source.columns, answers))
 
 
 _WANTED: Mapping[Answers, str] = {
@@ -103,7 +97,7 @@ def require_answers(source: Source, key: str, settings: DataSettings, reader: Re
     else:
         try:
             form = with_form(source, key, reader).form
-        except PreferenceDataError:
+        except chat_rows.PreferenceDataError:
             form = None
         what = "documents of text" if form is None else "conversations"
     expected = f"{_WANTED[answers].format(settings.preference.loss)}; these are {what}"
@@ -149,8 +143,8 @@ def plain(source: Source, texts: Iterable[str]) -> Iterator[str]:
             continue
         try:
             for one in examples(text, source.form, source.columns, source.reading):
-                yield contents(one)
-        except BadRowError:
+                yield chat_rows.contents(one)
+        except chat_rows.BadRowError:
             continue  # the first rows are checked, and later ones when they are read
 
 
@@ -205,14 +199,10 @@ def survey(
     if lanes is None:
         auto = data.lanes == "auto"
         lanes = _lanes(drafts, processes, settings, reader) if auto else int(data.lanes)
-    sources = [
-        replace(
-            source,
-            units=tuple(file_parts.cut(parts, lanes)),
-            max_epochs=max_epochs(source, settings.epochs),
-        )
-        for source, parts in drafts
-    ]
+    sources = []
+    for source, parts in drafts:
+        units, most = tuple(file_parts.cut(parts, lanes)), max_epochs(source, settings.epochs)
+        sources.append(replace(source, units=units, max_epochs=most))
     share = 0.0 if settings.evaluation else data.heldout
     split = _each(lambda k: _split(sources[k], k, share, seed, reader), range(len(sources)))
     return Survey(tuple(split), lanes, settings, reading, has_chat)
@@ -260,10 +250,8 @@ def _own_evaluation(sources: Sequence[DocumentsConfig]) -> list[_Named]:
 
 
 def _named(sources: Sequence[SourceConfig], key: str, prefix: str = "") -> list[_Named]:
-    return [
-        (source, prefix + label, f"{key}.{i}")
-        for i, (source, label) in enumerate(zip(sources, labels(sources), strict=True))
-    ]
+    labelled = enumerate(zip(sources, labels(sources), strict=True))
+    return [(source, prefix + label, f"{key}.{i}") for i, (source, label) in labelled]
 
 
 def training_texts(survey: Survey, limit_bytes: int) -> Iterator[str]:

@@ -41,11 +41,8 @@ from llmtrain.errors import RESTARTABLE, RunError, UserError
 
 # A launcher passes SIGHUP on as well, to its rank and all processes that the rank has started.
 IGNORED_SIGNALS: Final = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
 )
 PIPE_BYTES: Final = 1 << 18
 CONTINUES: Final = "the same command continues from the newest checkpoint"

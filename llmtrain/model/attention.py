@@ -34,12 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmtrain.errors import Problem, raise_any
 from llmtrain.model.scorer import outputs
@@ -362,18 +357,18 @@ def model_keywords(
     return keywords
 
 
-def _unequal_heads(model_config: PreTrainedConfig) -> Iterator[Problem]:
+def _unequal_heads(model: PreTrainedModel) -> Iterator[Problem]:
     """Yield the problem of keys that queries cannot share: such a model builds, but never runs.
 
     A field that a config leaves out has transformers' default, which is meant for a large model.
     """
-    described = model_config.get_text_config()
+    described = model.config.get_text_config()
     if getattr(described, "is_heterogeneous", False):  # each layer has heads of its own
         return
     heads = getattr(described, "num_attention_heads", None)
     shared = getattr(described, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
-        path, name = model_config.name_or_path, "num_key_value_heads"
+        path, name = model.config.name_or_path, "num_key_value_heads"
         key = f"{path}/config.json: {name}" if path else f"model.config.{name}"
         expected = f"a divisor of num_attention_heads, {heads}: queries share keys and values"
         yield Problem(key, shared, expected, "" if path else f"{key}={heads}")
@@ -400,9 +395,8 @@ def why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     AttentionMaskInterface.register(_TRIED, partial(_refuse_other_masks, seq_len))
     count = min(_TRIED_TOKENS, seq_len)
     ids = torch.arange(count)[None] % model.config.get_text_config().vocab_size
-    one_document = model_keywords(
-        cu_seq_lens=torch.tensor([0, count], dtype=torch.int32), max_length=count
-    )
+    borders = torch.tensor([0, count], dtype=torch.int32)
+    one_document = model_keywords(cu_seq_lens=borders, max_length=count)
     model.eval()
     try:
         with torch.no_grad():
@@ -412,7 +406,7 @@ def why_not(model: PreTrainedModel, seq_len: int, *, compare: bool) -> str:
     except OtherAttentionError as error:
         return str(error)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise_any(_unequal_heads(model.config))
+        raise_any(_unequal_heads(model))
         return f"with ours its code fails: {type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(before)

@@ -114,7 +114,6 @@ def check_code(path: str, file: Path) -> None:
         remedy = "only transformers' own code is run; a newer transformers may have that type"
         raise UserError(Problem(KEY, path, expected, remedy))
     if auto_map:
-        named = (
-            ", ".join(sorted(map(str, auto_map))) if isinstance(auto_map, dict) else str(auto_map)
-        )
+        names = auto_map if isinstance(auto_map, dict) else [auto_map]
+        named = ", ".join(sorted(map(str, names)))
         _log.warning("%s names code of its own (%s), which is not run", path, named)

@@ -72,11 +72,8 @@ def build(config: PreTrainedConfig, asked: ModelConfig, base: Base) -> PreTraine
     # Raise UserError for weights with a value that is not finite, as of a run that diverged.
     with torch.no_grad():
         # A sum is one pass without a copy; it is not finite if a value is not, or if it overflows.
-        wrong = [
-            name
-            for name, one in model.named_parameters()
-            if not one.sum().isfinite() and not one.isfinite().all()
-        ]
+        named = model.named_parameters()
+        wrong = [n for n, p in named if not p.sum().isfinite() and not p.isfinite().all()]
     if wrong:
         expected = f"finite weights; {len(wrong)} tensors have NaN or inf ({', '.join(wrong[:3])})"
         raise UserError(Problem(KEY, base, expected, "another checkpoint of that model"))

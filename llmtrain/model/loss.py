@@ -92,9 +92,8 @@ def examine(model: PreTrainedModel, *, compare: bool = True) -> Head | str:
                 calls, _ = _watch(model, ids, 1.0)
                 same = len(calls) == 1 and calls[0][0] == calls[0][1]
                 return Head() if same else "its head does not take the output of its decoder"
-            products = F.linear(
-                model.base_model(ids, **model_keywords())[0], head.weight, head.bias
-            )
+            hidden = model.base_model(ids, **model_keywords())[0]
+            products = F.linear(hidden, head.weight, head.bias)
             # So large the logits must be for a cap to show.
             largest = max([1.0, *(4 * cap for cap in _fields(model, _CAPS))])
             exponent = math.log2(largest / float(products.abs().max()))

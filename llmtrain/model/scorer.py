@@ -49,10 +49,8 @@ def make_scorer(config: PreTrainedConfig, end: int | None, pad: int | None) -> N
     Raises UserError for an architecture without such a class.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        expected = (
-            f"another loss: transformers has no class for sequence classification of "
-            f"{config.model_type}"
-        )
+        kind = config.model_type
+        expected = f"another loss: transformers has no class for sequence classification of {kind}"
         raise UserError(Problem(KEY, "reward", expected))
     classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     config.architectures = [(classes[0] if isinstance(classes, tuple) else classes).__name__]
@@ -107,8 +105,6 @@ def check(model: PreTrainedModel) -> None:
         model.train(training)
         same = torch.allclose(by_layer, whole, rtol=1e-5, atol=1e-5)
     if not same:
-        expected = (
-            f"a model whose score is one layer behind its decoder; "
-            f"{type(model).__name__} is none, or has several labels"
-        )
+        other = f"{type(model).__name__} is none, or has several labels"
+        expected = f"a model whose score is one layer behind its decoder; {other}"
         raise UserError(Problem(KEY, "reward", expected))

@@ -34,13 +34,8 @@ from llmtrain.types import Algorithm, ModelShape, ParameterShape
 
 # The errors of transformers' models for a config with inconsistent values.
 CANNOT_BUILD = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    ImportError,
+    *(RuntimeError, TypeError, ValueError, AttributeError),
+    *(LookupError, ArithmeticError, ImportError),
 )
 # Modules whose weights autocast casts to bf16. It does not cast those of embeddings and norms, nor
 # the experts of a mixture, which are stacked in three dimensions and multiplied group by group.
@@ -136,19 +131,13 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
     width = 0 if embedding is None else embedding.shape[-1]
     kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
+    parameters = []
+    for p in model.parameters():
+        key, updated = id(p), algorithms.get(id(p), "adamw")
+        place = (tuple(p.shape), p.requires_grad, key in cast, of_block.get(key))
+        parameters.append(ParameterShape(*place, updated, used=used[key], axis=axes.get(key)))
     return ModelShape(
-        parameters=tuple(
-            ParameterShape(
-                tuple(p.shape),
-                p.requires_grad,
-                id(p) in cast,
-                of_block.get(id(p)),
-                algorithms.get(id(p), "adamw"),
-                used=used[id(p)],
-                axis=axes.get(id(p)),
-            )
-            for p in model.parameters()
-        ),
+        parameters=tuple(parameters),
         hidden=getattr(described, "hidden_size", None) or width,
         vocabulary=1 if is_scorer(model.config) else described.vocab_size,
         embedding=0 if embedding is None else embedding.numel(),
@@ -235,14 +224,9 @@ def _attention(described: PreTrainedConfig) -> int:
 
 
 KEY = "model.activation_checkpointing"
-_KEPT = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    GROUPED_PRODUCT,
-    *ATTENTIONS,
-]
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+_KEPT = [*(product.default for product in _PRODUCTS), GROUPED_PRODUCT, *ATTENTIONS]
 
 
 def apply_checkpointing(model: PreTrainedModel, checkpointing: str) -> None:

@@ -55,10 +55,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     raise_any(no_match(_FREEZE, pattern, names) for pattern in unmatched)
     frozen = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if {id(p) for p in frozen} == {id(p) for _, p in named}:
-        asked = ", ".join(patterns)
-        raise UserError(
-            Problem(_FREEZE, asked, f"something left to train of {len(names)} parameters")
-        )
+        expected = f"something left to train of {len(names)} parameters"
+        raise UserError(Problem(_FREEZE, ", ".join(patterns), expected))
     for parameter in frozen:
         parameter.requires_grad = False
 
@@ -78,19 +76,14 @@ def missing_for_four_bits(*, cpu: bool) -> Iterator[Problem]:
         yield Problem(key, kind, "a CUDA device for weights in four bits", "adapter.kind=lora")
     elif importlib.util.find_spec("bitsandbytes") is None:
         expected = "bitsandbytes, which is not here"
-        yield Problem(
-            key, kind, expected, "pip install 'llmtrain[quantized]', or adapter.kind=lora"
-        )
+        remedy = "pip install 'llmtrain[quantized]', or adapter.kind=lora"
+        yield Problem(key, kind, expected, remedy)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the layers whose weights are held in four bits: linear, not the head."""
-    heads = _heads(model)
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module not in heads
-    ]
+    heads, modules = _heads(model), model.named_modules()
+    return [name for name, one in modules if type(one) is nn.Linear and one not in heads]
 
 
 def _heads(model: PreTrainedModel) -> tuple[nn.Module | None, ...]:
@@ -175,9 +168,8 @@ def attach(
             module.compute_dtype, module.compute_type_is_set = dtype, True
     hold_base(model, dtype)
     if not meta:
-        _log.info(
-            "adapter: %s on %s%s", config.kind, ", ".join(short_names(model)), _left_out(model)
-        )
+        names = ", ".join(short_names(model))
+        _log.info("adapter: %s on %s%s", config.kind, names, _left_out(model))
 
 
 def find_targets(model: PreTrainedModel, patterns: str | Sequence[str]) -> tuple[str, ...]:
@@ -392,11 +384,8 @@ def short_names(model: nn.Module) -> list[str]:
     """Return the names of the adapted layers as peft takes them: by their ends, where these do."""
     targets = adapted_layers(model)
     inside = tuple(f"{name}." for name in targets)
-    others = {
-        _last(name)
-        for name, _ in model.named_modules()
-        if name not in targets and not name.startswith(inside)
-    }
+    names = (name for name, _ in model.named_modules() if name not in targets)
+    others = {_last(name) for name in names if not name.startswith(inside)}
     ends = (name if _last(name) in others else _last(name) for name in targets)
     return list(dict.fromkeys(ends))
 

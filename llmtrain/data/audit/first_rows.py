@@ -9,15 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.data.chat import rows as chat_rows
 from llmtrain.data.chat.pairs import ANSWERS
-from llmtrain.data.chat.rows import (
-    MESSAGE_KEYS,
-    REASONING,
-    BadRowError,
-    answers_of,
-    columns_of_form,
-    read_row,
-)
 from llmtrain.data.documents.lines import columns_of
 from llmtrain.data.documents.reader import OF_THE_SOURCE, Reader, bad_row, place_of_row
 from llmtrain.data.heldout import training_rows, training_texts
@@ -52,9 +45,8 @@ def check_first_rows(survey: Survey, encoder: DocumentEncoder) -> list[Encoded]:
     for k, source in enumerate(survey.sources):
         if source.form is not None:
             rows = list(islice(_rows(source, survey.settings.seed, reader, encoder), FIRST))
-            problems += _problems(
-                source, f"data.sources.{k}", rows, reader, survey.settings.data.seq_len
-            )
+            seq_len = survey.settings.data.seq_len
+            problems += _problems(source, f"data.sources.{k}", rows, reader, seq_len)
             encoded += [one.encoded for one in rows if one.encoded.trained is not None]
     raise_any(problems)
     return encoded
@@ -81,15 +73,12 @@ def count_unread(
         return {}
     assert encoder.chat is not None
     written = encoder.chat.names
-    rows = (
-        (unit, text)
-        for u, unit in enumerate(source.units)
-        for text in training_texts(source, u, seed, reader)
-    )
+    units = enumerate(source.units)
+    rows = ((unit, text) for u, unit in units for text in training_texts(source, u, seed, reader))
     counts: Counter[str] = Counter()
     read = set(columns_of(source))
     for unit, text in islice(rows, FIRST):
-        with suppress(BadRowError):  # reported, or skipped and counted, as a bad row
+        with suppress(chat_rows.BadRowError):  # reported, or skipped and counted, as a bad row
             counts.update(set(_unread_keys(text, source.form, source.columns, written)))
         if unit.group >= 0:  # of a table only the columns of the form are in the text
             counts.update(set(reader.units.schema(source, unit.file).names) - read)
@@ -106,13 +95,14 @@ def _unread_keys(
     written: the names that the chat template reads
     Raises BadRowError for a row that is no object.
     """
-    names = columns_of_form(form)
+    names = chat_rows.columns_of_form(form)
     read = {columns.get(name, name) for name in names}
-    yield from (k for k, value in read_row(text).items() if k not in read and value is not None)
-    known = {*MESSAGE_KEYS, *written}
-    if known.intersection(REASONING):
-        known.update(REASONING)  # a message's reasoning goes in under each of these names
-    ours = read_row(text, columns)
+    given = chat_rows.read_row(text).items()
+    yield from (k for k, value in given if k not in read and value is not None)
+    known = {*chat_rows.MESSAGE_KEYS, *written}
+    if known.intersection(chat_rows.REASONING):
+        known.update(chat_rows.REASONING)  # a message's reasoning goes in under each of these names
+    ours = chat_rows.read_row(text, columns)
     for name in _WITH_MESSAGES.intersection(names):
         value = ours.get(name)
         for message in value if isinstance(value, list) else [value]:
@@ -155,7 +145,7 @@ def _problems(
     if good and all(one.encoded.trained is None for one in good):
         if any(not one.encoded.counts.get("untrained") for one in good):
             what = "a prompt and the beginning of its answer"
-            if answers_of(source.form) == "pairs":
+            if chat_rows.answers_of(source.form) == "pairs":
                 what = "both answers of a pair, each with its prompt"
             expected = f"room for {what}, which none of the first {len(rows)} rows of "
             expected += f"{source.label} has"

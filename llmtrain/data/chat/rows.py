@@ -80,14 +80,8 @@ MASKS = (
 )
 # Keys of a message that are read here, and not only by the template.
 MESSAGE_KEYS = (
-    "role",
-    "content",
-    "from",
-    "value",
-    "tool_calls",
-    "function_call",
-    "train",
-    "weight",
+    *("role", "content", "from", "value"),
+    *("tool_calls", "function_call", "train", "weight"),
 )
 _SHAREGPT = {
     "human": "user",

@@ -332,20 +332,9 @@ class _Generation(Extension):
         return caller()
 
 
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather in a town, now.",
-            "parameters": {
-                "type": "object",
-                "properties": {"town": {"type": "string"}},
-                "required": ["town"],
-            },
-        },
-    }
-]
+_ASKED = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
+_WEATHER = {"name": "weather", "description": "The weather in a town, now.", "parameters": _ASKED}
+_TOOLS = [{"type": "function", "function": _WEATHER}]
 
 
 def _call(town: str) -> JsonObject:
@@ -358,11 +347,7 @@ _ID = "abcdefghi"  # Mistral's templates take nine letters and nothing else
 CALLED = Example(
     [
         {"role": "user", "content": "Is it warm there?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": _ID, **_call(TOWN)}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [{"id": _ID, **_call(TOWN)}]},
         {"role": "tool", "tool_call_id": _ID, "name": "weather", "content": '{"celsius": 21}'},
     ],
     _TOOLS,

@@ -418,10 +418,8 @@ def csv_rows(
                 problem = Problem(f"{where}, byte {first}", f"{len(row)} cells", expected)
                 raise UnreadableError(problem)
             if row:
-                yield (
-                    first,
-                    [cell.encode("latin-1").decode("utf-8", "surrogateescape") for cell in row],
-                )
+                cells = [cell.encode("latin-1").decode("utf-8", "surrogateescape") for cell in row]
+                yield first, cells
             first = position
     except csv.Error as error:
         expected = f"rows of CSV, with cells in double quotes where they need it ({error})"

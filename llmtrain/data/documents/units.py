@@ -382,11 +382,10 @@ class Units:
         rows = self._decoded.pop(key, None)
         if rows is None:
             self.reads += 1
-            rows = (
-                self._group(source, unit)
-                if unit.group >= 0
-                else self._range(source, unit, left_out)
-            )
+            if unit.group >= 0:
+                rows = self._group(source, unit)
+            else:
+                rows = self._range(source, unit, left_out)
             refuse_other_encoding(rows.texts, place_of(source, unit))
         self._decoded[key] = rows
         while len(self._decoded) > 1 and (

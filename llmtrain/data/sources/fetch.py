@@ -269,10 +269,8 @@ class Remote:
         Raises UserError if the Hub refuses or the file changed, RunError (75) if the network still
         fails at the deadline.
         """
-        pieces = [
-            self._piece(file, first, min(first + PIECE_BYTES, end), deadline)
-            for first in range(start, end, PIECE_BYTES)
-        ]
+        firsts = range(start, end, PIECE_BYTES)
+        pieces = [self._piece(file, n, min(n + PIECE_BYTES, end), deadline) for n in firsts]
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _piece(self, file: HubFile, start: int, end: int, deadline: float) -> bytes:

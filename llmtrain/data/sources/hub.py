@@ -123,11 +123,8 @@ def _file_urls(source: SourceConfig, key: str) -> list[str]:
     if builder.name == "cache":  # the fallback of `datasets`, which has no list of files
         raise OSError("the Hub gave no list of the data set's files")
     options = builder.config
-    unusual = [
-        f"{name}: {value}"
-        for name, usual in USUAL.items()
-        if (value := getattr(options, name, usual)) != usual
-    ]
+    given = {name: getattr(options, name, usual) for name, usual in USUAL.items()}
+    unusual = [f"{name}: {value}" for name, value in given.items() if value != USUAL[name]]
     if builder.name not in READABLE or unusual:
         value = f"{source.path} ({', '.join([builder.name, *unusual])})"
         remedy = CONVERT if builder.name == "arrow" and not unusual else WRITE

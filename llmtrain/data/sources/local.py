@@ -297,11 +297,9 @@ def resolve(source: SourceConfig, key: str) -> Resolved:
     if source.path != SAMPLE and Path(source.path).is_dir():
         data_files = files_of_split(source, root, data_files, key)
     elif source.split != "train" or source.name is not None:
-        asked = " and ".join(
-            f"{name}: {harmless(value)}"
-            for name, value in (("name", source.name), ("split", source.split))
-            if value not in (None, "train")
-        )
+        both = (("name", source.name), ("split", source.split))
+        given = [(name, value) for name, value in both if value not in (None, "train")]
+        asked = " and ".join(f"{name}: {harmless(value)}" for name, value in given)
         _log.warning("%s has no splits and no configs: %s is not looked at", source.path, asked)
     paths = sorted(data_files, key=lambda path: os.fsencode(path))
     if any(is_index(path.name) for path in paths):

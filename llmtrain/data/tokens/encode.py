@@ -223,13 +223,10 @@ def differing_chat(manifest: DataManifest, encoder: DocumentEncoder) -> list[Pro
     assert encoder.chat is not None
     now, then = chat_facts(encoder.chat), manifest.chat
     remedy = "restore the run's tokenizer/, and the versions of tokenizers and jinja2 of its start"
-    return [
-        Problem(f"chat {name}", str(actual), str(expected), remedy)
-        for name, actual, expected in (
-            ("template", now.template, then.template),
-            ("end of turn", now.end_of_turn, then.end_of_turn),
-            ("arguments of calls", now.arguments, then.arguments),
-            ("probe", now.probe, then.probe),
-        )
-        if actual != expected
-    ]
+    compared = (
+        ("template", now.template, then.template),
+        ("end of turn", now.end_of_turn, then.end_of_turn),
+        ("arguments of calls", now.arguments, then.arguments),
+        ("probe", now.probe, then.probe),
+    )
+    return [Problem(f"chat {name}", str(a), str(b), remedy) for name, a, b in compared if a != b]

@@ -399,11 +399,9 @@ def train_bpe(texts: Iterable[str], entries: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
-        vocab_size=entries,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=entries, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     reached = tokenizer.get_vocab_size()
@@ -422,9 +420,7 @@ def tokenizer_config() -> str:
     """
     fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**30,  # transformers' own number for "no limit"
     }

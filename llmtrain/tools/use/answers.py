@@ -27,7 +27,6 @@ from llmtrain.data.chat.chat import Chat
 from llmtrain.data.documents.reader import Reader, Reading, bad_row, reading_of
 from llmtrain.data.manifest import Source
 from llmtrain.data.survey import evaluation_sources
-from llmtrain.data.tokens.convert import PROBES
 from llmtrain.data.tokens.encode import DocumentEncoder, Encoded, settings_of
 from llmtrain.data.tokens.tokenizer import open_tokenizer
 from llmtrain.errors import Problem, UserError
@@ -39,7 +38,7 @@ from llmtrain.pairs import PairTensors, pair_figures
 from llmtrain.rundir import contents
 from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.packed import OnProgress
-from llmtrain.tools.use.target import Target, find_target
+from llmtrain.tools.use.target import Target, find_target, ids_of_probes
 from llmtrain.training.step import target_keywords
 from llmtrain.types import NOT_TRAINED, Evaluation, MicroBatch
 
@@ -92,10 +91,10 @@ def compare_answers(
         answers, left_out = read_answers(given, place, opened.positions, chat, asked)
     sums, known = score_answers(opened, answers, asked, on_progress), None
     if reference is not None:
-        ids = opened.tokenizer(list(PROBES), add_special_tokens=False).input_ids
+        ids = ids_of_probes(opened.tokenizer)
         del opened  # one model at a time
         other = open_model(find_target(str(reference)))
-        if ids != other.tokenizer(list(PROBES), add_special_tokens=False).input_ids:
+        if ids != ids_of_probes(other.tokenizer):
             expected = f"a model with the tokenizer of {target.given}"
             remedy = "without --data, a run's pairs are compared with its own start"
             raise UserError(Problem(REFERENCE_KEY, reference, expected, remedy))
@@ -155,13 +154,17 @@ def has_pairs(given: str) -> bool:
     return True
 
 
+def config_of(given: str, **sections: ChatConfig | PreferenceConfig) -> Config:
+    """Return a config whose data, and held-out data, is a file, directory or data set."""
+    one = {"path": given}
+    described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
+    return Config.model_validate({**described, **sections, "training": {"steps": 1}})
+
+
 def _sources(
     given: str, chat: ChatConfig, preference: PreferenceConfig
 ) -> tuple[DataSettings, Reading, Sequence[Source]]:
-    one = {"path": given}
-    described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
-    sections = {"chat": chat, "preference": preference, "training": {"steps": 1}}
-    settings = data_settings(Config.model_validate({**described, **sections}))
+    settings = data_settings(config_of(given, chat=chat, preference=preference))
     reading = reading_of(settings, None)
     return settings, reading, evaluation_sources(settings, reading)
 
@@ -203,11 +206,8 @@ def _figures(
     """
     known = np.zeros_like(sums) if reference is None else reference
     sizes = np.array([[half.sum() for half in _trained(one)] for one in answers], np.float64)
-    asked = PairTensors(
-        lengths=torch.empty(0, dtype=torch.int64),
-        sizes=torch.from_numpy(sizes),
-        reference=torch.from_numpy(known),
-    )
+    lengths = torch.empty(0, dtype=torch.int64)
+    asked = PairTensors(lengths, torch.from_numpy(sizes), torch.from_numpy(known))
     loss, *others = loss_and_sums(torch.from_numpy(sums), asked, preference).tolist()
     count, tokens = len(answers), int(sizes.sum())
     return Evaluation(loss / count, None, None, tokens, 0, count, 0.0, pairs=pair_figures(others))

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from llmtrain.config.binding import data_settings
 from llmtrain.config.load import load_config
-from llmtrain.config.schema import Config
 from llmtrain.data import heldout
 from llmtrain.data.documents.reader import reading_of
 from llmtrain.data.manifest import Source
@@ -46,8 +45,7 @@ from llmtrain.model import attention
 from llmtrain.model.loss import LossModule
 from llmtrain.rundir import contents, record
 from llmtrain.text import first_line
-from llmtrain.tools.use import packed
-from llmtrain.tools.use.answers import REFERENCE_KEY, Comparison, compare_answers, has_pairs
+from llmtrain.tools.use import answers, packed
 from llmtrain.tools.use.load import LoadedModel, open_model
 from llmtrain.tools.use.packed import HeldOutOfRun, OnProgress
 from llmtrain.tools.use.target import KEY, OPTION, Target, find_base, find_target, seen_by
@@ -205,11 +203,8 @@ def run_tasks(opened: LoadedModel, names: Sequence[str], *, chat: bool) -> dict[
 
 def _numbers(values: JsonMapping) -> JsonObject:
     """Return the metrics of a task; lm-eval names them with their filter, `acc,none`."""
-    return {
-        key.removesuffix(",none"): value
-        for key, value in values.items()
-        if isinstance(value, int | float)
-    }
+    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    return {key.removesuffix(",none"): value for key, value in numbers.items()}
 
 
 def _problems(name: str) -> Iterator[Problem]:
@@ -260,9 +255,7 @@ def documents_of(given: str) -> Iterator[str]:
         config = load_config(given)
         limit: int | None = config.evaluation.max_documents
     else:
-        one = {"path": given}
-        described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
-        config, limit = Config.model_validate({**described, "training": {"steps": 1}}), None
+        config, limit = answers.config_of(given), None
     settings = data_settings(config)
     reading = reading_of(settings, None)
     try:
@@ -304,7 +297,7 @@ class Evaluated:
     figures: Evaluation | None
     tasks: Mapping[str, JsonMapping] = field(default_factory=dict)
     as_run: Path | None = None
-    compared: Comparison | None = None
+    compared: answers.Comparison | None = None
 
     def to_json(self) -> JsonObject:
         """Return the object that `llmtrain evaluate --json` prints."""
@@ -358,7 +351,7 @@ def evaluate(
     Raises UserError for bad input, RunError if the disk or the network fails.
     """
     if as_run is not None:
-        named = {"--data": data, REFERENCE_KEY: reference, "--stride": stride}
+        named = {"--data": data, answers.REFERENCE_KEY: reference, "--stride": stride}
         other = named | {"--tasks": ",".join(tasks), "--chat": chat}
         expected = f"left out: {OPTION} scores the held-out set of that run"
         raise_any(Problem(key, value, expected) for key, value in other.items() if value)
@@ -394,7 +387,7 @@ def _check_use(
         raise UserError(Problem("--stride", stride, expected))
     if reference is not None and (of_run or str(data).endswith(_YAML)):
         expected = "left out here: it is for pairs of answers (--data FILE); a run has its own"
-        raise UserError(Problem(REFERENCE_KEY, reference, expected))
+        raise UserError(Problem(answers.REFERENCE_KEY, reference, expected))
 
 
 def _on_documents(
@@ -403,21 +396,21 @@ def _on_documents(
     reference: str | Path | None,
     stride: int | None,
     on_progress: OnProgress,
-) -> tuple[Evaluation, Comparison | None]:
+) -> tuple[Evaluation, answers.Comparison | None]:
     """Score documents that are in no run, or pairs of answers. The arguments: as of `evaluate`."""
     texts = None
     try:
         texts = documents_of(given) if reference is None else None
     except UserError as error:
         of_columns = any(problem.key.endswith(".columns") for problem in error.problems)
-        if not of_columns or given.endswith(_YAML) or not has_pairs(given):
+        if not of_columns or given.endswith(_YAML) or not answers.has_pairs(given):
             raise
     if texts is not None:
         return score_rolling(open_model(target), texts, stride, on_progress), None
     if stride is not None:
         expected = "left out with pairs of answers, which are scored whole"
         raise UserError(Problem("--stride", stride, expected))
-    return compare_answers(target, given, reference, on_progress)
+    return answers.compare_answers(target, given, reference, on_progress)
 
 
 def _evaluate_as(given: str, run_dir: Path, on_progress: OnProgress) -> Evaluated:

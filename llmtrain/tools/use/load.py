@@ -31,12 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.checkpoint import disk, format as form
 from llmtrain.config.schema import ModelConfig
@@ -48,23 +43,13 @@ from llmtrain.model.base import CONFIG, Base, check_code
 from llmtrain.model.tokenizer import grow, rows_for, set_rows
 from llmtrain.model.trainable import BASE_FILE, hold_base
 from llmtrain.text import first_line
-from llmtrain.tools.use.target import (
-    KEY,
-    Seen,
-    Target,
-    are_held,
-    as_argument,
-    attach_adapters,
-    check_positions,
-    download,
-    is_hub_id,
-    round_layers,
-)
+from llmtrain.tools.use import target as targets
 from llmtrain.training.start.frozen import what_changed
 from llmtrain.types import JsonMapping, JsonObject, Spec, TensorSpec
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedTokenizerBase
 
 # Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
 # lora_ga) change it when the adapter is made, so that its file is of no use without that change.
@@ -316,15 +301,13 @@ def _compare(
 ) -> Iterator[Problem]:
     """Yield a problem if the file lacks a tensor of the layers, or has another one."""
     expected = "the tensors of the layers that adapter_config.json names"
-    for what, names in {
+    both = wanted.keys() & stored.keys()
+    differing = {
         "missing": wanted.keys() - stored.keys(),
         "not in the model": stored.keys() - wanted.keys(),
-        "of another shape": {
-            name
-            for name in wanted.keys() & stored.keys()
-            if tuple(wanted[name].shape) != stored[name].shape
-        },
-    }.items():
+        "of another shape": {n for n in both if tuple(wanted[n].shape) != stored[n].shape},
+    }
+    for what, names in differing.items():
         if names:
             difference = f"{len(names)} {what} ({', '.join(sorted(names)[:_SHOWN])})"
             yield Problem(str(directory / ADAPTER), difference, expected)
@@ -346,7 +329,7 @@ _UNLIMITED = 1 << 60  # what a tokenizer without a limit states is far above
 class LoadedModel:
     """A model in evaluation mode on its device, and its tokenizer, both of transformers."""
 
-    target: Target
+    target: targets.Target
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
@@ -369,12 +352,12 @@ class LoadedModel:
 
 
 def open_model(
-    target: Target,
+    target: targets.Target,
     *,
     precision: str = "fp32",
     seq_len: int | None = None,
     small: bool = False,
-    seen: Seen | None = None,
+    seen: targets.Seen | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -388,24 +371,24 @@ def open_model(
     Raises UserError for a model that cannot be loaded.
     """
     device = torch.device("cpu" if on_cpu() else "cuda")
-    with as_argument():
+    with targets.as_argument():
         base = base_directory(target.directory) if target.is_adapter else target.directory
         config = config_below(target, base)
         tokenizer = tokenizers.load(str(seen.tokenizer if seen else target.directory), None)
         stored = config.dtype
         if seen is not None:
-            check_positions(target, seen, config)
+            targets.check_positions(target, seen, config)
             set_rows(config, tokenizers.length_of(tokenizer), seen.config.model.pad_vocab_to)
         asked = ModelConfig(freeze=seen.config.model.freeze if seen else _frozen(target))
         model: PreTrainedModel = build.build(config, asked, Base(str(base), None, None))
     if tokenizer.eos_token_id is None:
-        raise UserError(Problem(KEY, target.given, "a tokenizer with an end-of-text token"))
+        raise UserError(Problem(targets.KEY, target.given, "a tokenizer with an end-of-text token"))
     if seq_len is not None:
         attention.install(model, seq_len)
     if target.is_adapter:
         model = _with_adapter(model, target, tokenizers.length_of(tokenizer), precision)
     elif seen is not None:
-        attach_adapters(model, base, seen)
+        targets.attach_adapters(model, base, seen)
     if small and device.type == "cuda" and stored is not None:
         hold_base(model, stored, trained=True)
     if seq_len is None:
@@ -413,20 +396,20 @@ def open_model(
     return LoadedModel(target, model.eval().to(device), tokenizer, device)
 
 
-def _frozen(target: Target) -> tuple[str, ...]:
+def _frozen(target: targets.Target) -> tuple[str, ...]:
     """Return what `model.freeze` was in the run of a checkpoint; nothing for any other model."""
     return tuple((target.state.get("config") or {}).get("model.freeze") or ())
 
 
 def _with_adapter(
-    model: PreTrainedModel, target: Target, entries: int, precision: str
+    model: PreTrainedModel, target: targets.Target, entries: int, precision: str
 ) -> PreTrainedModel:
     """Return the model with an adapter. entries: of the tokenizer. The others: as `open_model`."""
     stored = model.get_input_embeddings().weight.shape[0]
     if (rows := rows_of(target, entries, stored)) > stored:
         grow(model, rows)
-    if are_held(target.state):
-        round_layers(model, target.state)
+    if targets.are_held(target.state):
+        targets.round_layers(model, target.state)
     if precision == "bf16":
         hold_base(model, torch.bfloat16, trained=True)
     trained = attach_adapter(model, target.directory)
@@ -444,11 +427,11 @@ def base_directory(adapter: Path) -> Path:
     directory with other weights.
     """
     base = base_of_adapter(adapter)
-    on_hub = is_hub_id(base.path) and not Path(base.path).is_dir()
+    on_hub = targets.is_hub_id(base.path) and not Path(base.path).is_dir()
     if not on_hub and (change := what_changed(base)):
         expected = f"the model that the adapter was trained on ({base}); that directory {change}"
         raise UserError(Problem(f"base of {adapter.name}", base.path, expected, "put it back"))
-    return download(base.path, base.revision)
+    return targets.download(base.path, base.revision)
 
 
 def config_of(directory: Path) -> PreTrainedConfig:
@@ -462,7 +445,7 @@ def config_of(directory: Path) -> PreTrainedConfig:
     return build.weights_config(Base(str(directory), None, None))
 
 
-def config_below(target: Target, base: Path) -> PreTrainedConfig:
+def config_below(target: targets.Target, base: Path) -> PreTrainedConfig:
     """Return the transformers config of a model, without its adapters if it has any.
 
     base: its directory, or that of the model below the adapters
@@ -470,10 +453,8 @@ def config_below(target: Target, base: Path) -> PreTrainedConfig:
     Adapters may make a model that scores of one that writes. Raises UserError as `config_of`.
     """
     config = config_of(base)
-    if (
-        target.is_adapter
-        and _json(target.directory / untrusted.ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
-    ):
+    settings = target.directory / untrusted.ADAPTER_CONFIG
+    if target.is_adapter and _json(settings).get("task_type") == "SEQ_CLS":
         tokens = tokenizers.special_tokens(target.directory)
         scorer.make_scorer(config, tokens.eos, tokens.pad)
     return config
@@ -484,10 +465,10 @@ def check_writes(opened: LoadedModel) -> None:
     if scorer.is_scorer(opened.model.config):
         expected = "a language model; this one scores answers (preference.loss reward)"
         remedy = "`llmtrain evaluate` for its accuracy on pairs"
-        raise UserError(Problem(KEY, opened.target.given, expected, remedy))
+        raise UserError(Problem(targets.KEY, opened.target.given, expected, remedy))
 
 
-def rows_of(target: Target, entries: int, stored: int) -> int:
+def rows_of(target: targets.Target, entries: int, stored: int) -> int:
     """Return how many rows a run gave its base: as stored, if the tokenizer has no more entries."""
     padded = (target.state.get("config") or {}).get("model.pad_vocab_to")
     return stored if entries <= stored else rows_for(entries, padded)

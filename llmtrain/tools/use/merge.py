@@ -79,11 +79,11 @@ def whole(directory: Path, listed: Collection[str], dtype: str) -> Weights:
     if not _fits(stored, weights):
         expected = "every tensor of the model that config.json describes"
         raise UserError(Problem(str(directory), None, expected))
-    return Weights(
-        _with_dtype(config, dtype),
-        _specs(weights, dtype),
-        lambda name: cast(stored.read(name), dtype),
-    )
+
+    def read(name: str) -> Tensor:
+        return cast(stored.read(name), dtype)
+
+    return Weights(_with_dtype(config, dtype), _specs(weights, dtype), read)
 
 
 def merged_weights(target: Target, entries: int, dtype: str) -> Weights:
@@ -145,11 +145,8 @@ def _layers(skeleton: PreTrainedModel, directory: Path) -> tuple[dict[str, Layer
 
     parameters = load.inject_adapter(skeleton, directory)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
-    layers = {
-        name: Layer(module, {})
-        for name, module in skeleton.named_modules()
-        if isinstance(module, BaseTunerLayer)
-    }
+    modules = skeleton.named_modules()
+    layers = {name: Layer(one, {}) for name, one in modules if isinstance(one, BaseTunerLayer)}
     replaced = {}
     for file, parameter in parameters.items():
         name = names[id(parameter)]

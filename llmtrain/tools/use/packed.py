@@ -25,7 +25,6 @@ from llmtrain.config.load import load_config
 from llmtrain.config.schema import PreferenceConfig
 from llmtrain.data import heldout
 from llmtrain.data.manifest import glance
-from llmtrain.data.tokens.convert import PROBES
 from llmtrain.errors import Problem, UserError
 from llmtrain.model import attention, tokenizer as tokenizers
 from llmtrain.model.loss import Head, LossModule, examine
@@ -33,7 +32,7 @@ from llmtrain.rundir import contents, record, reference
 from llmtrain.rundir.status import FrozenChoices
 from llmtrain.text import first_line
 from llmtrain.tools.use.load import LoadedModel
-from llmtrain.tools.use.target import with_other_tokenizer
+from llmtrain.tools.use.target import ids_of_probes, with_other_tokenizer
 from llmtrain.training.evaluate import result, rounds_of, score_blocks
 from llmtrain.training.pairs import Scores, in_halves, pair_result, pair_tensors, pair_totals
 from llmtrain.training.start.planning import launch_kind
@@ -109,19 +108,12 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
     world_size, cut = start["world_size"], cut_of(start)
     kind = launch_kind(start.get("strategy", ""), device, world_size, cut)
     auto = FrozenChoices(run_dir, kind)
-    return HeldOutOfRun(
-        run_dir,
-        held,
-        facts["seq_len"],
-        facts["packing"],
-        facts["document_mask"],
-        auto.precision or "fp32",
-        world_size // cut.processes,
-        start["micro_batch_size"],
-        auto.threads,
-        auto.attention_backend or "auto",
-        load_config(run_dir / contents.CONFIG).preference if held.pairs is not None else None,
-    )
+    blocks = (facts["seq_len"], facts["packing"], facts["document_mask"])
+    launch = (world_size // cut.processes, start["micro_batch_size"], auto.threads)
+    precision, kernel = auto.precision or "fp32", auto.attention_backend or "auto"
+    has_pairs = held.pairs is not None
+    asked = load_config(run_dir / contents.CONFIG).preference if has_pairs else None
+    return HeldOutOfRun(run_dir, held, *blocks, precision, *launch, kernel, asked)
 
 
 def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) -> Evaluation:
@@ -280,10 +272,7 @@ def _start_of(run_dir: Path, step: int | None) -> JsonMapping:
 def _check_tokenizer(opened: LoadedModel, measured: HeldOutOfRun) -> None:
     """Raise UserError if the run's tokenizer gives other ids than the model's, or larger ones."""
     run_tokenizer = tokenizers.load(str(measured.run_dir / contents.TOKENIZER), None)
-    ids = [
-        one(list(PROBES), add_special_tokens=False).input_ids
-        for one in (run_tokenizer, opened.tokenizer)
-    ]
+    ids = [ids_of_probes(one) for one in (run_tokenizer, opened.tokenizer)]
     rows = opened.model.get_input_embeddings().weight.shape[0]
     if ids[0] != ids[1] or int(measured.held.ids.max()) >= rows:
         expected = f"a run with the tokenizer of {opened.target.given}"

@@ -106,10 +106,8 @@ def complete_file(
     prompts = read_prompts(file, chat=chat)
     opened = generate.open_writer(model_or_run, sampling)
     rows = list(_encode(opened, prompts))
-    limits = [
-        generate.room_for(opened, ids, sampling, prompt.where)
-        for ids, prompt in zip(rows, prompts, strict=True)
-    ]
+    both = zip(rows, prompts, strict=True)
+    limits = [generate.room_for(opened, ids, sampling, prompt.where) for ids, prompt in both]
     lengths = [len(ids) for ids in rows]
     written: dict[int, list[int]] = {}
     for number, batch in enumerate(batches(lengths, limits, find_kind(opened, rows))):
@@ -262,10 +260,8 @@ def _are_as_alone(opened: LoadedModel, rows: Sequence[Sequence[int]]) -> bool:
     together = _logits(opened, rows, count)
     alone = [_logits(opened, [row], count)[0] for row in rows]
     bound = _BOUNDS.get(str(opened.model.dtype), _ROUNDED)
-    return all(
-        float((one - other).abs().max()) <= bound * float(other.abs().max())
-        for one, other in zip(together, alone, strict=True)
-    )
+    both = zip(together, alone, strict=True)
+    return all(float((a - b).abs().max()) <= bound * float(b.abs().max()) for a, b in both)
 
 
 def _logits(opened: LoadedModel, rows: Sequence[Sequence[int]], count: int) -> list[torch.Tensor]:

@@ -60,11 +60,9 @@ def compare(target: Target, exported: Path, dtype: str) -> Losses:
 
     Raises RunError 1 if the losses differ by more than the bound of the dtype, or it does not load.
     """
-    body = {
-        "models": [str(target.directory.absolute()), str(exported.absolute())],
-        "state": {key: target.state.get(key) for key in ("config", "auto")},
-        **_blocks(target),
-    }
+    models = [str(target.directory.absolute()), str(exported.absolute())]
+    state = {key: target.state.get(key) for key in ("config", "auto")}
+    body = {"models": models, "state": state, **_blocks(target)}
     command = [sys.executable, "-m", "llmtrain.tools.use.proof"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(

@@ -18,7 +18,7 @@ here, too, and kept as ordinary numbers.
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import errors, snapshot_download
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmtrain.checkpoint import candidates, format as form
 from llmtrain.config.load import load_config
@@ -273,7 +273,7 @@ def _refuse_other_tokens(target: Target, seen: Seen) -> None:
     differing = [entry for entry, id in theirs.items() if by_id.get(id, entry) != entry]
     differing += [entry for entry in entries if entry not in theirs and entry not in added]
     texts = [text for text in PROBES if not any(entry in text for entry in added)]
-    ids = [one(texts, add_special_tokens=False).input_ids for one in (tokenizer, other)]
+    ids = [ids_of_probes(one, texts) for one in (tokenizer, other)]
     if not differing and ids[0] == ids[1]:
         return
     why = "they split texts differently"
@@ -281,6 +281,14 @@ def _refuse_other_tokens(target: Target, seen: Seen) -> None:
         why = f"{len(differing):,} entries differ ({', '.join(map(repr, sorted(differing)[:3]))})"
     expected = f"a model that can take the tokenizer of {seen.run_dir}: its own is another; {why}"
     raise UserError(Problem(KEY, target.given, expected, with_other_tokenizer(seen.run_dir)))
+
+
+def ids_of_probes(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = PROBES
+) -> list[list[int]]:
+    """Return the ids of texts, by which two tokenizers are compared."""
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False).input_ids
+    return ids
 
 
 def with_other_tokenizer(run_dir: Path) -> str:
