@@ -108,12 +108,20 @@ def heldout_of(run_dir: Path, step: int | None, key: str) -> HeldOutOfRun:
     world_size, cut = start["world_size"], cut_of(start)
     kind = launch_kind(start.get("strategy", ""), device, world_size, cut)
     auto = FrozenChoices(run_dir, kind)
-    blocks = (facts["seq_len"], facts["packing"], facts["document_mask"])
-    launch = (world_size // cut.processes, start["micro_batch_size"], auto.threads)
-    precision, kernel = auto.precision or "fp32", auto.attention_backend or "auto"
     has_pairs = held.pairs is not None
-    asked = load_config(run_dir / contents.CONFIG).preference if has_pairs else None
-    return HeldOutOfRun(run_dir, held, *blocks, precision, *launch, kernel, asked)
+    return HeldOutOfRun(
+        run_dir=run_dir,
+        held=held,
+        seq_len=facts["seq_len"],
+        packing=facts["packing"],
+        document_mask=facts["document_mask"],
+        precision=auto.precision or "fp32",
+        groups=world_size // cut.processes,
+        micro_batch_size=start["micro_batch_size"],
+        threads=auto.threads,
+        kernel=auto.attention_backend or "auto",
+        preference=load_config(run_dir / contents.CONFIG).preference if has_pairs else None,
+    )
 
 
 def score(opened: LoadedModel, measured: HeldOutOfRun, on_progress: OnProgress) -> Evaluation:
