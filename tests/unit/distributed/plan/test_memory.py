@@ -409,7 +409,7 @@ def test_the_plan_is_the_peak_of_two_steps(name, arithmetic, checkpointing):
         pytest.param("llama 1B", "fp32", "selective", marks=pytest.mark.slow),
         pytest.param("llama 1B, 5 blocks", "fp32", "selective", marks=pytest.mark.wide),
         pytest.param("llama 8B, 5 blocks", "autocast", "none", marks=pytest.mark.slow),
-        ("llama 1B tied, 4 blocks", "autocast", "full"),
+        pytest.param("llama 1B tied, 4 blocks", "autocast", "full", marks=pytest.mark.wide),
         pytest.param("few words", "fp32", "full", marks=pytest.mark.wide),
         pytest.param("few words", "autocast", "none", marks=pytest.mark.wide),
     ],
