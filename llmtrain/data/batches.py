@@ -50,7 +50,9 @@ def batch_of(
         starts = tuple(block.starts[block.starts < manifest.seq_len] for block in blocks)
     answers = manifest.answers if manifest.chat else None
     judged = [block.pairs for block in blocks] if answers == "feedback" else None
-    placed = zip(ids, labels, (block.pairs for block in blocks), strict=True)
+    pairs = None
+    if answers:
+        pairs = pairs_of(zip(ids, labels, (block.pairs for block in blocks), strict=True))
     return Batch(
         ids=ids,
         labels=labels,
@@ -64,7 +66,7 @@ def batch_of(
         wait_seconds=wait_seconds,
         ended=ended,
         real_tokens=real,
-        pairs=pairs_of(placed) if answers else None,
+        pairs=pairs,
     )
 
 

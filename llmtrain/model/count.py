@@ -152,9 +152,12 @@ def _extrapolate(one: Saved, two: Saved, number: int) -> Saved:
     first = one.once + one.blocks
     block = two.once + two.blocks - first
     once = max(0, first - block)
-    every = first + (number - 1) * block - once
-    casts = one.casts + (number - 1) * (two.casts - one.casts)
-    return Saved(every, once, two.recomputed, casts)
+    return Saved(
+        blocks=first + (number - 1) * block - once,
+        once=once,
+        recomputed=two.recomputed,
+        casts=one.casts + (number - 1) * (two.casts - one.casts),
+    )
 
 
 def _fill(model: PreTrainedModel) -> None:

@@ -131,13 +131,19 @@ def shape(model: PreTrainedModel, *, updates: Updates | None = None) -> ModelSha
     embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
     width = 0 if embedding is None else embedding.shape[-1]
     kinds = dict.fromkeys(type(one).__name__ for one in model.modules())
-    parameters = []
-    for p in model.parameters():
-        key, updated = id(p), algorithms.get(id(p), "adamw")
-        place = (tuple(p.shape), p.requires_grad, key in cast, of_block.get(key))
-        parameters.append(ParameterShape(*place, updated, used=used[key], axis=axes.get(key)))
     return ModelShape(
-        parameters=tuple(parameters),
+        parameters=tuple(
+            ParameterShape(
+                tuple(p.shape),
+                p.requires_grad,
+                id(p) in cast,
+                of_block.get(id(p)),
+                algorithms.get(id(p), "adamw"),
+                used=used[id(p)],
+                axis=axes.get(id(p)),
+            )
+            for p in model.parameters()
+        ),
         hidden=getattr(described, "hidden_size", None) or width,
         vocabulary=1 if is_scorer(model.config) else described.vocab_size,
         embedding=0 if embedding is None else embedding.numel(),

@@ -154,7 +154,7 @@ def has_pairs(given: str) -> bool:
     return True
 
 
-def config_of(given: str, **sections: ChatConfig | PreferenceConfig) -> Config:
+def config_of_data(given: str, **sections: ChatConfig | PreferenceConfig) -> Config:
     """Return a config whose data, and held-out data, is a file, directory or data set."""
     one = {"path": given}
     described = {"data": {"sources": [one]}, "evaluation": {"sources": [one]}}
@@ -164,7 +164,7 @@ def config_of(given: str, **sections: ChatConfig | PreferenceConfig) -> Config:
 def _sources(
     given: str, chat: ChatConfig, preference: PreferenceConfig
 ) -> tuple[DataSettings, Reading, Sequence[Source]]:
-    settings = data_settings(config_of(given, chat=chat, preference=preference))
+    settings = data_settings(config_of_data(given, chat=chat, preference=preference))
     reading = reading_of(settings, None)
     return settings, reading, evaluation_sources(settings, reading)
 
@@ -206,8 +206,11 @@ def _figures(
     """
     known = np.zeros_like(sums) if reference is None else reference
     sizes = np.array([[half.sum() for half in _trained(one)] for one in answers], np.float64)
-    lengths = torch.empty(0, dtype=torch.int64)
-    asked = PairTensors(lengths, torch.from_numpy(sizes), torch.from_numpy(known))
+    asked = PairTensors(
+        lengths=torch.empty(0, dtype=torch.int64),
+        sizes=torch.from_numpy(sizes),
+        reference=torch.from_numpy(known),
+    )
     loss, *others = loss_and_sums(torch.from_numpy(sums), asked, preference).tolist()
     count, tokens = len(answers), int(sizes.sum())
     return Evaluation(loss / count, None, None, tokens, 0, count, 0.0, pairs=pair_figures(others))

@@ -255,7 +255,7 @@ def documents_of(given: str) -> Iterator[str]:
         config = load_config(given)
         limit: int | None = config.evaluation.max_documents
     else:
-        config, limit = answers.config_of(given), None
+        config, limit = answers.config_of_data(given), None
     settings = data_settings(config)
     reading = reading_of(settings, None)
     try:

@@ -170,12 +170,13 @@ def _check_text(name: str, text: str) -> None:
 
 def open_writer(model_or_run: str | Path, sampling: Sampling) -> LoadedModel:
     """Open a model to let it write, after the options have been checked. Raises UserError."""
-    most, heat, share = sampling.max_new_tokens, sampling.temperature, sampling.top_p
+    most, temperature, top_p = sampling.max_new_tokens, sampling.temperature, sampling.top_p
+    is_fine = temperature == 0 or _LEAST <= temperature < math.inf
     finite = f"0 (greedy) or more; between 0 and {_LEAST:g} logits are not finite"
     checks = (
         ("--max-new-tokens", most, most >= 1, "at least 1"),
-        ("--temperature", heat, heat == 0 or _LEAST <= heat < math.inf, finite),
-        ("--top-p", share, 0 < share <= 1, "above 0, at most 1"),
+        ("--temperature", temperature, is_fine, finite),
+        ("--top-p", top_p, 0 < top_p <= 1, "above 0, at most 1"),
     )
     raise_any(Problem(key, value, expected) for key, value, fine, expected in checks if not fine)
     opened = open_model(find_target(str(model_or_run)), small=True)

@@ -31,7 +31,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from llmtrain.checkpoint import disk, format as form
 from llmtrain.config.schema import ModelConfig
@@ -49,7 +54,6 @@ from llmtrain.types import JsonMapping, JsonObject, Spec, TensorSpec
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedTokenizerBase
 
 # Values of `init_lora_weights` that leave the base as it is. Others (pissa, olora, corda, loftq,
 # lora_ga) change it when the adapter is made, so that its file is of no use without that change.
